@@ -1,0 +1,20 @@
+"""GPU sequence kernels for any array library: soft-DTW and causal depthwise convolution."""
+
+from cuseq.ops.causal_conv1d import (
+    causal_conv1d,
+    causal_conv1d_backward,
+    causal_conv1d_with_state,
+)
+from cuseq.ops.causal_conv1d_update import causal_conv1d_update
+from cuseq.ops.soft_dtw import soft_dtw, soft_dtw_value_and_grad
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "causal_conv1d",
+    "causal_conv1d_backward",
+    "causal_conv1d_update",
+    "causal_conv1d_with_state",
+    "soft_dtw",
+    "soft_dtw_value_and_grad",
+]

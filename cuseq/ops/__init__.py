@@ -1,0 +1,1 @@
+"""One module an operator family; in each a call becomes problem -> plan -> launch."""

@@ -1,0 +1,189 @@
+"""Causal depthwise convolution, the streaming step: new inputs against a state of the past."""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from cuseq.host import causal_conv1d_update as host
+from cuseq.ops.causal_conv1d import NOTHING, check_state, filter_of
+from cuseq.runtime import arrays, checks
+from cuseq.runtime.arrays import HOST
+from cuseq.runtime.kernels import C_TYPES
+
+FILE = "causal_conv1d_update.cu"
+THREADS = 128
+
+
+class Problem(NamedTuple):
+    """A call in host numbers: B rows of T inputs, a pool of P states of width S."""
+
+    B: int
+    D: int
+    T: int
+    W: int
+    P: int
+    S: int
+    dtypes: tuple  # of x, weight, bias, state, cache_seqlens, state_indices
+    device: int
+
+
+class Plan(NamedTuple):
+    """How kernels/causal_conv1d_update.cu runs a problem."""
+
+    macros: tuple
+    grid: int
+    block: int
+
+
+def causal_conv1d_update(
+    x,
+    state,
+    weight,
+    bias=None,
+    *,
+    activation=None,
+    layout="bdl",
+    cache_seqlens=None,
+    state_indices=None,
+):
+    """Convolve new inputs with the state of the inputs before them; the state is updated in place.
+
+    ``y[b,d,t] = act(bias[d] + sum_k weight[d,k] u[b,d,t-W+1+k])`` with u = x for t >= 0 and the
+    state before. Step by step this gives what `causal_conv1d` gives for the whole signal.
+
+    Args:
+        x: (B, D), or (B, D, T), or (B, T, D) with layout="bld"; float64, float32, float16 or
+            bfloat16, in host memory or on a CUDA device.
+        state: (B, D, S) with S >= W - 1, or a pool (P, D, S) with state_indices, of any of these
+            dtypes and any strides; written. Without cache_seqlens it holds the last S inputs,
+            newest last.
+        weight: (D, W) or (D, 1, W), 1 <= W <= 32, of any of these dtypes.
+        bias: (D,) or None.
+        activation: None, "silu" or its other name "swish".
+        layout: "bdl" or "bld", what the axes of x and y are.
+        cache_seqlens: (B,) int32 or int64, or a sequence: the number of inputs that each row has
+            seen. It makes the state a ring buffer: input number n is kept at n % S. The caller
+            advances it by T.
+        state_indices: (B,) int32 or int64, or a sequence: the row of the pool of each batch item.
+            A negative one skips the item: y = 0 and no state is touched. No two may be equal.
+
+    Returns:
+        y in the shape and dtype of x, as the kind of array that x is.
+
+    Raises:
+        ValueError: for shapes or options that do not fit, a state that can not be written, index
+            values out of range (where they are on the host; on a device such a row gives NaN and
+            touches no state), or a tensor that autograd follows.
+        TypeError: for dtypes that do not fit, for what is no array, and for a JAX state, which is
+            immutable.
+
+    Source: A. Gu and T. Dao, "Mamba: linear-time sequence modeling with selective state spaces",
+    2023.
+
+    >>> import numpy as np, cuseq
+    >>> state, weight = np.zeros((1, 1, 1)), np.array([[10.0, 1.0]])
+    >>> for value in 1.0, 2.0, 3.0:
+    ...     y = cuseq.causal_conv1d_update(np.array([[value]]), state, weight)
+    >>> y, state
+    (array([[23.]]), array([[[3.]]]))
+    """
+    operator = "causal_conv1d_update"
+    checks.one_of("layout", layout, ("bdl", "bld"))
+    checks.one_of("activation", activation, (None, "silu", "swish"))
+    given = arrays.borrow("x", x, operator)
+    checks.floating("x", given)
+    tokens = _as_bdt(given, layout)
+    B, D, T = tokens.shape
+    weight, bias, _ = filter_of(operator, tokens, D, weight, bias)
+    W = weight.shape[1]
+    pool = arrays.borrow("state", state, operator)
+    check_state("state", pool, tokens, B if state_indices is None else None, W)
+    _check_writable(pool)
+    P, _, S = pool.shape
+    seqlens = _index("cache_seqlens", cache_seqlens, tokens, (0, 2**63), "a count from 0 on")
+    indices = _index("state_indices", state_indices, tokens, (-(2**63), P), f"a row below P = {P}")
+
+    y = arrays.empty(given.shape, given.dtype, given)
+    y_seen, silu = _as_bdt(y, layout), activation is not None
+    if given.device == HOST:
+        views = [a and a.numpy() for a in (tokens, pool, weight, bias, seqlens, indices, y_seen)]
+        host.update(*views[:4], silu, *views[4:])
+    elif y.size:
+        optional = [a.dtype if a else default for a, default in _defaults(bias, seqlens, indices)]
+        dtypes = (given.dtype, weight.dtype, optional[0], pool.dtype, *optional[1:])
+        how = plan(Problem(B, D, T, W, P, S, dtypes, given.device))
+        args = (
+            *tokens.flat,
+            *pool.flat,
+            *weight.flat,
+            *(bias.flat if bias else NOTHING[:2]),
+            *(seqlens.flat if seqlens else NOTHING[:2]),
+            *(indices.flat if indices else NOTHING[:2]),
+            *y_seen.flat,
+            *(D, T, P, S, int(silu)),
+        )
+        with arrays.launching(tokens, pool, weight, bias, seqlens, indices) as launch:
+            launch(FILE, "causal_conv1d_update", how.macros, how.grid, how.block, args)
+    return arrays.give_back(y, x)
+
+
+def _as_bdt(x, layout):
+    """(B, D) or (B, D, T) in either layout as (B, D, T)."""
+    if len(x.shape) == 2:
+        return x.seen_as(0, 1, None)
+    if len(x.shape) == 3:
+        return x if layout == "bdl" else x.seen_as(0, 2, 1)
+    axes = "(B, D) or " + ("(B, D, T)" if layout == "bdl" else "(B, T, D)")
+    raise ValueError(checks.sentence("x", f"shape {axes}", x.shape, "add or flatten axes"))
+
+
+def _check_writable(state):
+    if issubclass(state.library, arrays.JAX):
+        raise TypeError(
+            checks.sentence(
+                "state",
+                "an array that can be updated in place",
+                "a JAX array",
+                "JAX arrays are immutable; cuseq.jax.causal_conv1d_update returns the new state",
+            )
+        )
+    read_only = state.device == HOST and not state.library.host_view(state.owner).flags.writeable
+    stands_still = any(n > 1 and s == 0 for n, s in zip(state.shape, state.strides, strict=True))
+    if read_only or stands_still:
+        got = (
+            "a read-only array" if read_only else f"strides {state.strides}, which repeat elements"
+        )
+        raise ValueError(
+            checks.sentence("state", "an array that can be updated in place", got, "pass a copy")
+        )
+
+
+def _index(name, values, x, bounds, expected):
+    """An index argument (B,) on x's device; what the host can see is checked."""
+    if values is None:
+        return None
+    array, on_host = arrays.index_array(name, values, x, "causal_conv1d_update")
+    checks.shape(name, array, x.shape[:1], "(B,)", "pass one a row of x")
+    checks.same_device(name, array, "x", x)
+    if on_host is not None:
+        wrong = [int(v) for v in on_host if not bounds[0] <= v < bounds[1]]
+        if wrong:
+            raise ValueError(checks.sentence(name, expected, wrong[0], "correct this entry"))
+    return array
+
+
+def _defaults(bias, seqlens, indices):
+    """The optional arrays, each with the dtype that stands in for one that is None."""
+    return (bias, "float32"), (seqlens, "int32"), (indices, "int32")
+
+
+@lru_cache(maxsize=1024)
+def plan(problem):
+    """The plan of a problem: a thread a channel of a row."""
+    names = "X_T", "WEIGHT_T", "BIAS_T", "STATE_T", "SEQLENS_T", "INDEX_T"
+    macros = (
+        *((name, C_TYPES[dtype]) for name, dtype in zip(names, problem.dtypes, strict=True)),
+        ("REAL", "double" if "float64" in problem.dtypes else "float"),
+        ("WIDTH", problem.W),
+        ("THREADS", THREADS),
+    )
+    return Plan(macros, problem.B * -(-problem.D // THREADS), THREADS)

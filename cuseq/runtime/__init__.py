@@ -1,0 +1,1 @@
+"""Arrays, devices and kernels: what every operator stands on, and which knows no operator."""

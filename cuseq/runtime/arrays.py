@@ -1,0 +1,378 @@
+"""Borrow, allocate, give back: the one place that knows CuPy, PyTorch, JAX and NumPy by type.
+
+An array of any of them is borrowed as an `Array`: a pointer with a shape, strides, dtype and
+device. Only metadata is read, so nothing is copied and nothing waits for the device. Results are
+allocated by the caller's own library and given back as the caller's own kind of array.
+
+No library is imported to recognise its arrays: an array of a library that was never imported
+cannot exist.
+"""
+
+import sys
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from cuseq.runtime import kernels
+from cuseq.runtime.checks import sentence
+
+HOST = -1  # the device number of host memory; CUDA devices are 0, 1, ...
+
+
+class Array(NamedTuple):
+    """A borrowed array. Strides count elements; `owner` is the caller's array (or a view of it)."""
+
+    pointer: int
+    shape: tuple
+    strides: tuple
+    dtype: str
+    device: int
+    owner: object
+    library: type
+
+    @property
+    def size(self):
+        """The number of elements."""
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count
+
+    @property
+    def device_name(self):
+        """How an error sentence calls the device."""
+        return "host memory" if self.device == HOST else f"cuda:{self.device}"
+
+    @property
+    def flat(self):
+        """Pointer and strides, as the kernels take a tensor."""
+        return self.pointer, *self.strides
+
+    def seen_as(self, *axes):
+        """The same memory with other axes: an axis number keeps that axis, None adds one of 1."""
+        return self._replace(
+            shape=tuple(1 if axis is None else self.shape[axis] for axis in axes),
+            strides=tuple(0 if axis is None else self.strides[axis] for axis in axes),
+        )
+
+    def numpy(self):
+        """A NumPy view of an array in host memory."""
+        memory = self.library.host_view(self.owner)
+        return np.lib.stride_tricks.as_strided(
+            memory, self.shape, [stride * memory.itemsize for stride in self.strides]
+        )
+
+
+def borrow(name, x, operator):
+    """Borrow argument `name` of `operator`: an `Array` over the memory of any library's array.
+
+    Raises TypeError for what is no array, for a JAX tracer and for arrays of no plain memory;
+    ValueError for a tensor that autograd follows and for devices other than the host and CUDA.
+    """
+    library = _library_of_type.get(type(x)) or _recognise(name, x, operator)
+    return library.borrow(name, x, operator)
+
+
+def empty(shape, dtype, like):
+    """An uninitialised, C-contiguous array by the library and on the device of `like`."""
+    return like.library.empty(tuple(shape), dtype, like.device)
+
+
+def give_back(array, like):
+    """A result as the kind of array that `like`, the caller's first array, is."""
+    return array.library.give_back(array, like)
+
+
+def index_array(name, values, first, operator):
+    """Borrow an index argument, and bring Python sequences and host arrays to `first`'s device.
+
+    Returns an `Array` of int32 or int64 on the device of `first`, and the host's copy of its
+    values where they can be checked (None for an array that came on a CUDA device).
+    """
+    if isinstance(values, (list, tuple, range)):
+        values = np.asarray(values, dtype=np.int64 if len(values) == 0 else None)
+    array = borrow(name, values, operator)
+    if array.dtype not in ("int32", "int64"):
+        raise TypeError(
+            sentence(name, "int32 or int64", array.dtype, f"convert {name} to one of these")
+        )
+    if array.device != HOST:
+        return array, None
+    on_host = array.numpy()
+    if first.device == HOST:
+        return array, on_host
+    return first.library.upload(on_host, first.device), on_host
+
+
+@contextmanager
+def launching(first, *others):
+    """Yields `kernels.launch` on the current stream of the library of the call's first array.
+
+    Where another array's library has another current stream, each waits for the other on the
+    device, so that work queued before and after the call sees the arrays in order. Arrays that
+    came through DLPack are kept alive until the launches are through.
+    """
+    others = [array for array in others if array is not None]
+    device, stream = first.device, first.library.stream(first.device)
+    streams = {array.library.stream(device) for array in others} - {stream}
+    for other in streams:
+        kernels.order_after(stream, other, device)
+    yield partial(kernels.launch, device, stream)
+    for other in streams:
+        kernels.order_after(other, stream, device)
+    foreign = [array for array in (first, *others) if issubclass(array.library, DLPack)]
+    if foreign:
+        kernels.hold(foreign, stream, device)
+
+
+class NumPy:
+    """NumPy arrays, and the views that other libraries have on host memory."""
+
+    @staticmethod
+    def borrow(name, x, operator):
+        if isinstance(x, np.ma.MaskedArray):
+            raise TypeError(
+                sentence(name, "a plain array", "a masked array", f"pass {name}.filled(value)")
+            )
+        if x.itemsize == 0 or any(stride % x.itemsize for stride in x.strides):
+            raise ValueError(
+                sentence(
+                    name,
+                    "strides in whole elements",
+                    f"strides of {x.strides} bytes for elements of {x.itemsize}",
+                    f"pass numpy.ascontiguousarray({name})",
+                )
+            )
+        if not x.dtype.isnative:
+            raise TypeError(
+                sentence(
+                    name,
+                    "native byte order",
+                    x.dtype.str,
+                    f"pass {name}.astype({name}.dtype.newbyteorder('='))",
+                )
+            )
+        strides = tuple(stride // x.itemsize for stride in x.strides)
+        return Array(x.ctypes.data, x.shape, strides, x.dtype.name, HOST, x, NumPy)
+
+    @staticmethod
+    def empty(shape, dtype, device):
+        return NumPy.borrow("", np.empty(shape, numpy_dtype(dtype)), "")
+
+    @staticmethod
+    def host_view(x):
+        return x
+
+    @staticmethod
+    def give_back(array, like):
+        return array.owner
+
+
+class CuPy:
+    """CuPy arrays; also the memory that JAX and other DLPack results are made of on a device."""
+
+    @staticmethod
+    def borrow(name, x, operator):
+        strides = tuple(stride // x.itemsize for stride in x.strides)
+        return Array(x.data.ptr, x.shape, strides, x.dtype.name, x.device.id, x, CuPy)
+
+    @staticmethod
+    def empty(shape, dtype, device):
+        import cupy
+
+        with cupy.cuda.Device(device):
+            return CuPy.borrow("", cupy.empty(shape, numpy_dtype(dtype)), "")
+
+    @staticmethod
+    def upload(values, device):
+        import cupy
+
+        with cupy.cuda.Device(device):
+            return CuPy.borrow("", cupy.asarray(values), "")
+
+    @staticmethod
+    def stream(device):
+        import cupy
+
+        with cupy.cuda.Device(device):
+            return cupy.cuda.get_current_stream().ptr
+
+    @staticmethod
+    def give_back(array, like):
+        return array.owner
+
+
+class Torch:
+    """PyTorch tensors, CPU and CUDA."""
+
+    @staticmethod
+    def borrow(name, x, operator):
+        torch = sys.modules["torch"]
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                sentence(
+                    name,
+                    "a tensor that autograd does not follow",
+                    "one with requires_grad=True",
+                    f"call cuseq.torch.{operator}, which differentiates, or pass {name}.detach()",
+                )
+            )
+        if x.layout is not torch.strided:
+            raise TypeError(
+                sentence(name, "a strided tensor", str(x.layout), f"pass {name}.to_dense()")
+            )
+        kind = x.device.type
+        if kind not in ("cuda", "cpu"):
+            raise ValueError(
+                sentence(name, "a tensor on CUDA or the CPU", str(x.device), "move it there")
+            )
+        if x.is_neg():  # the lazy minus sign of a conjugated view is not in the memory
+            x = x.resolve_neg()
+        dtype = str(x.dtype).removeprefix("torch.")
+        device = HOST if kind == "cpu" else x.device.index
+        return Array(x.data_ptr(), tuple(x.shape), x.stride(), dtype, device, x, Torch)
+
+    @staticmethod
+    def empty(shape, dtype, device):
+        torch = sys.modules["torch"]
+        place = torch.device("cpu") if device == HOST else torch.device("cuda", device)
+        x = torch.empty(shape, dtype=getattr(torch, dtype), device=place)
+        return Array(x.data_ptr(), shape, x.stride(), dtype, device, x, Torch)
+
+    @staticmethod
+    def upload(values, device):
+        torch = sys.modules["torch"]
+        x = torch.tensor(values).to(torch.device("cuda", device), non_blocking=True)
+        return Torch.borrow("", x, "")
+
+    @staticmethod
+    def stream(device):
+        return sys.modules["torch"].cuda.current_stream(device).cuda_stream
+
+    @staticmethod
+    def host_view(x):
+        torch = sys.modules["torch"]
+        x = x.detach()
+        if x.dtype == torch.bfloat16:
+            return x.view(torch.int16).numpy().view(numpy_dtype("bfloat16"))
+        return x.numpy()
+
+    @staticmethod
+    def give_back(array, like):
+        return array.owner
+
+
+class DLPack:
+    """Any other array with `__dlpack__`: borrowed through NumPy on the host, CuPy on a device."""
+
+    CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13  # device kinds of the DLPack standard
+
+    @classmethod
+    def borrow(cls, name, x, operator):
+        kind = int(x.__dlpack_device__()[0])
+        if kind in (cls.CPU, cls.CUDA_HOST):
+            return NumPy.borrow(name, np.from_dlpack(x), operator)._replace(library=cls)
+        if kind in (cls.CUDA, cls.CUDA_MANAGED):
+            import cupy
+
+            return CuPy.borrow(name, cupy.from_dlpack(x), operator)._replace(library=cls)
+        raise ValueError(
+            sentence(
+                name,
+                "an array on a CUDA device or in host memory",
+                f"DLPack device kind {kind}",
+                "move it there",
+            )
+        )
+
+    @classmethod
+    def empty(cls, shape, dtype, device):
+        inner = NumPy if device == HOST else CuPy
+        return inner.empty(shape, dtype, device)._replace(library=cls)
+
+    upload = CuPy.upload
+    stream = CuPy.stream
+    host_view = NumPy.host_view
+
+    @staticmethod
+    def give_back(array, like):
+        """Through the array API's from_dlpack where `like` has it, else as NumPy or CuPy array."""
+        namespace = getattr(like, "__array_namespace__", lambda: None)()
+        return getattr(namespace, "from_dlpack", lambda x: x)(array.owner)
+
+
+class JAX(DLPack):
+    """JAX arrays: DLPack on a device, by which JAX orders its own stream with CuPy's."""
+
+    @classmethod
+    def borrow(cls, name, x, operator):
+        if isinstance(x, sys.modules["jax"].core.Tracer):
+            raise TypeError(
+                sentence(
+                    name,
+                    "an array with values",
+                    f"a tracer ({type(x).__name__})",
+                    f"call cuseq.{operator} outside of jax.jit, grad and vmap",
+                )
+            )
+        devices = x.devices()
+        if len(devices) != 1:
+            raise ValueError(
+                sentence(
+                    name,
+                    "an array on one device",
+                    f"one over {len(devices)} devices",
+                    "pass its shards one by one",
+                )
+            )
+        if next(iter(devices)).platform == "cpu":  # np.from_dlpack does not know bfloat16
+            return NumPy.borrow(name, np.asarray(x), operator)._replace(library=cls)
+        return super().borrow(name, x, operator)
+
+    @staticmethod
+    def give_back(array, like):
+        jax = sys.modules["jax"]
+        if array.device == HOST:
+            return jax.device_put(array.owner, next(iter(like.devices())))
+        return jax.dlpack.from_dlpack(array.owner)
+
+
+_LIBRARIES = (  # module, name of its array class, library
+    ("numpy", "ndarray", NumPy),
+    ("cupy", "ndarray", CuPy),
+    ("torch", "Tensor", Torch),
+    ("jax", "Array", JAX),
+)
+_library_of_type = {}
+
+
+def _recognise(name, x, operator):
+    """The library of an array whose type was not seen before."""
+    for module_name, class_name, library in _LIBRARIES:
+        module = sys.modules.get(module_name)
+        array_class = getattr(module, class_name, None)
+        if array_class is not None and isinstance(x, array_class):
+            _library_of_type[type(x)] = library
+            return library
+    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+        _library_of_type[type(x)] = DLPack
+        return DLPack
+    raise TypeError(
+        sentence(
+            name,
+            "an array of CuPy, PyTorch, JAX, NumPy or any library with __dlpack__",
+            type(x).__name__,
+            f"pass numpy.asarray({name})",
+        )
+    )
+
+
+def numpy_dtype(name):
+    """NumPy's dtype of a name; bfloat16 comes from ml_dtypes."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)

@@ -1,0 +1,119 @@
+"""Kernels: a .cu file and macros, compiled once a device, launched on the caller's stream.
+
+CuPy compiles with NVRTC at the first launch and keeps the result on disk. Its disk cache looks at
+the source text and the options but not into included files, so the text of our headers is put into
+the source; `#line` keeps the compiler's messages pointing at the file and line as they are in
+kernels/.
+"""
+
+import re
+from collections import deque
+from functools import cache
+from importlib.resources import files
+from typing import NamedTuple
+
+C_TYPES = {
+    "float64": "double",
+    "float32": "float",
+    "float16": "__half",
+    "bfloat16": "__nv_bfloat16",
+    "int64": "long long",
+    "int32": "int",
+}
+_INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"\s*$')
+_in_flight = deque()  # (event, owners) of launches on memory that no stream-ordered pool guards
+
+
+class DeviceLimits(NamedTuple):
+    """What a plan may know of a device."""
+
+    multiprocessors: int
+
+
+@cache
+def source(file):
+    """The text of kernels/`file` with the text of our own headers in place of their includes."""
+    lines = [f'#line 1 "kernels/{file}"']
+    for number, line in enumerate(_folder().joinpath(file).read_text("utf-8").splitlines(), 1):
+        include = _INCLUDE.match(line)
+        if include:
+            lines += [source(include[1]), f'#line {number + 1} "kernels/{file}"']
+        elif line.strip() != "#pragma once":  # each header is included once, by the .cu itself
+            lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def options(macros):
+    """Compiler options of a variant: `macros` is a tuple of (name, value)."""
+    return ("--std=c++17", *(f"-D{name}={value}" for name, value in macros))
+
+
+@cache
+def device_limits(device):
+    """Read off a CUDA device once."""
+    import cupy
+
+    return DeviceLimits(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
+
+
+def launch(device, stream, file, function, macros, grid, block, args):
+    """Launch `function` of kernels/`file` on a stream (its address) of a device.
+
+    `grid` and `block` are numbers of blocks and threads. `args` are as CuPy takes them: an int is
+    8 bytes (a pointer or a long long), a NumPy scalar is passed by its own size. Compiles at the
+    first launch of a variant on a device.
+    """
+    import cupy
+
+    kernel = _kernel(file, function, macros)
+    with cupy.cuda.Device(device):
+        kernel((grid,), (block,), args, stream=_Stream(stream))
+
+
+def order_after(stream, other, device):
+    """Let `stream` wait, on the device, for the work queued on `other`."""
+    import cupy
+
+    with cupy.cuda.Device(device):
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record(_Stream(other))
+        cupy.cuda.runtime.streamWaitEvent(stream, event.ptr)
+
+
+def hold(owners, stream, device):
+    """Keep `owners` alive until the work queued on `stream` has passed, without waiting for it.
+
+    A library that frees memory on a stream of its own (JAX) must not get it back while a kernel
+    on another stream still reads it.
+    """
+    import cupy
+
+    while _in_flight and _in_flight[0][0].done:
+        _in_flight.popleft()
+    with cupy.cuda.Device(device):
+        event = cupy.cuda.Event(disable_timing=True)
+        event.record(_Stream(stream))
+    _in_flight.append((event, owners))
+
+
+class _Stream(NamedTuple):
+    ptr: int
+
+
+@cache
+def _kernel(file, function, macros):
+    return _module(file, macros).get_function(function)
+
+
+@cache
+def _module(file, macros):
+    import cupy
+
+    return cupy.RawModule(code=source(file), options=options(macros))
+
+
+@cache
+def _folder():
+    """kernels/ beside the package, as a wheel has it, or in the checkout above it."""
+    installed = files("cuseq").joinpath("kernels")
+    return installed if installed.is_dir() else files("cuseq").joinpath("../kernels")

@@ -1,0 +1,275 @@
+"""PyTorch: the operators with autograd, and SoftDTWLoss. An adapter; the mathematics is in ops/.
+
+import torch, cuseq.torch
+loss = cuseq.torch.SoftDTWLoss(gamma=0.1)
+loss(prediction, target).backward()      # (B, N, D) and (B, M, D), on CUDA or the CPU
+"""
+
+import torch
+
+from cuseq.ops import causal_conv1d as convolution
+from cuseq.ops import causal_conv1d_update as step
+from cuseq.ops import soft_dtw as alignment
+from cuseq.runtime import checks
+
+__all__ = [
+    "SoftDTWLoss",
+    "causal_conv1d",
+    "causal_conv1d_update",
+    "causal_conv1d_with_state",
+    "soft_dtw",
+]
+
+
+class _SoftDTW(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y, gamma):
+        values, kept = alignment.forward_keeping(x, y, gamma=gamma)
+        ctx.save_for_backward(x, y, values, *kept)
+        ctx.gamma = gamma
+        return values
+
+    @staticmethod
+    def backward(ctx, grad_values):
+        _refuse_second_derivative("soft_dtw")
+        x, y, values, *kept = ctx.saved_tensors
+        grads = alignment.backward(grad_values, x, y, values, kept, gamma=ctx.gamma)
+        wanted = zip(grads, ctx.needs_input_grad, strict=False)
+        return (*(grad if needed else None for grad, needed in wanted), None)
+
+
+class _CausalConv1d(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, initial_state, activation, layout):
+        ctx.save_for_backward(x, weight, bias, initial_state)
+        ctx.options = {"activation": activation, "layout": layout}
+        ctx.set_materialize_grads(False)
+        return convolution.causal_conv1d_with_state(
+            x, weight, bias, initial_state=initial_state, **ctx.options
+        )
+
+    @staticmethod
+    def backward(ctx, grad_y, grad_final_state):
+        _refuse_second_derivative("causal_conv1d")
+        x, weight, bias, initial_state = ctx.saved_tensors
+        grads = convolution.causal_conv1d_backward(
+            torch.zeros_like(x) if grad_y is None else grad_y,
+            x,
+            weight,
+            bias,
+            initial_state=initial_state,
+            grad_final_state=grad_final_state,
+            **ctx.options,
+        )
+        return *grads, None, None
+
+
+class _CausalConv1dUpdate(torch.autograd.Function):
+    """x (B, D, T) in either layout. The state is an input and, updated in place, an output."""
+
+    @staticmethod
+    def forward(ctx, x, state, weight, bias, activation, layout):
+        ctx.save_for_backward(x, state.clone(), weight, bias)
+        ctx.options = {"activation": activation, "layout": layout}
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(state)
+        return step.causal_conv1d_update(x, state, weight, bias, **ctx.options), state
+
+    @staticmethod
+    def backward(ctx, grad_y, grad_state):
+        _refuse_second_derivative("causal_conv1d_update")
+        x, state_before, weight, bias = ctx.saved_tensors
+        grads = convolution.causal_conv1d_backward(
+            torch.zeros_like(x) if grad_y is None else grad_y,
+            x,
+            weight,
+            bias,
+            initial_state=state_before,
+            grad_final_state=grad_state,
+            **ctx.options,
+        )
+        return grads.x, grads.initial_state, grads.weight, grads.bias, None, None
+
+
+def _refuse_second_derivative(operator):
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            checks.sentence(
+                operator,
+                "a first derivative in this release",
+                "a backward with create_graph=True",
+                "leave create_graph out",
+            )
+        )
+
+
+def _needs_grad(*tensors):
+    return torch.is_grad_enabled() and any(
+        isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
+    )
+
+
+def soft_dtw(
+    a, b, *, gamma=1.0, cost="sqeuclidean", bandwidth=None, lengths_a=None, lengths_b=None
+):
+    """Soft-DTW value of each pair of time series, differentiable by a and b.
+
+    Arguments, values and errors as `cuseq.soft_dtw`. A forward that is to be differentiated keeps
+    about 1.3 bytes a cell of the N x M grid for its backward.
+
+    >>> import torch, cuseq.torch
+    >>> a = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    >>> cuseq.torch.soft_dtw(a, torch.tensor([3.0, 4.0, -3.0])).backward()
+    >>> a.grad
+    tensor([-4.0001, -2.2852, 10.1643])
+    """
+    gamma = alignment.check_options(gamma, cost, bandwidth, lengths_a, lengths_b)
+    if _needs_grad(a, b):
+        return _SoftDTW.apply(a, b, gamma)
+    return alignment.soft_dtw(a, b, gamma=gamma)
+
+
+class SoftDTWLoss(torch.nn.Module):
+    """Soft-DTW between two batches of time series as a loss.
+
+    Args:
+        gamma: smoothing, a number above 0 in units of the cost.
+        cost: "sqeuclidean", the squared Euclidean distance (not halved).
+        bandwidth: not in this release; leave it None.
+        normalize: not in this release; leave it False.
+        reduction: "mean" or "sum" over the batch, or "none" for one value a pair.
+
+    Called as ``loss(x, y)`` with x (B, N, D) and y (B, M, D); shapes, dtypes and errors as
+    `cuseq.soft_dtw`. ``lengths_x`` and ``lengths_y`` are not in this release.
+
+    >>> import torch, cuseq.torch
+    >>> loss = cuseq.torch.SoftDTWLoss(gamma=0.1)
+    >>> x = torch.zeros(8, 50, 3, requires_grad=True)
+    >>> loss(x, torch.ones(8, 40, 3)).backward()
+    >>> x.grad.shape
+    torch.Size([8, 50, 3])
+    """
+
+    def __init__(
+        self, gamma=1.0, *, cost="sqeuclidean", bandwidth=None, normalize=False, reduction="mean"
+    ):
+        super().__init__()
+        alignment.check_options(gamma, cost, bandwidth, None, None)
+        checks.not_yet("normalize", normalize, False)
+        checks.one_of("reduction", reduction, ("mean", "sum", "none"))
+        self.gamma, self.cost, self.bandwidth = gamma, cost, bandwidth
+        self.reduction = reduction
+
+    def forward(self, x, y, lengths_x=None, lengths_y=None):
+        values = soft_dtw(
+            x,
+            y,
+            gamma=self.gamma,
+            cost=self.cost,
+            bandwidth=self.bandwidth,
+            lengths_a=lengths_x,
+            lengths_b=lengths_y,
+        )
+        return values if self.reduction == "none" else getattr(values, self.reduction)()
+
+    def extra_repr(self):
+        return f"gamma={self.gamma}, cost={self.cost!r}, reduction={self.reduction!r}"
+
+
+def causal_conv1d(
+    x, weight, bias=None, *, activation=None, layout="bdl", seq_idx=None, initial_state=None
+):
+    """Causal depthwise convolution, differentiable by x, weight, bias and initial_state.
+
+    Arguments, values and errors as `cuseq.causal_conv1d`.
+
+    >>> import torch, cuseq.torch
+    >>> x = torch.ones(2, 4, 10, requires_grad=True)
+    >>> y = cuseq.torch.causal_conv1d(x, torch.ones(4, 3), activation="silu")
+    >>> y.sum().backward()
+    >>> x.grad.shape
+    torch.Size([2, 4, 10])
+    """
+    options = {"activation": activation, "layout": layout, "seq_idx": seq_idx}
+    if not _needs_grad(x, weight, bias, initial_state):
+        return convolution.causal_conv1d(x, weight, bias, initial_state=initial_state, **options)
+    y, _ = causal_conv1d_with_state(x, weight, bias, initial_state=initial_state, **options)
+    return y
+
+
+def causal_conv1d_with_state(
+    x, weight, bias=None, *, activation=None, layout="bdl", seq_idx=None, initial_state=None
+):
+    """Causal depthwise convolution with the state to go on from: (y, final_state).
+
+    Differentiable, through final_state as well. Arguments, values and errors as
+    `cuseq.causal_conv1d_with_state`.
+
+    >>> import torch, cuseq.torch
+    >>> y, state = cuseq.torch.causal_conv1d_with_state(torch.ones(2, 4, 10), torch.ones(4, 3))
+    >>> state.shape
+    torch.Size([2, 4, 2])
+    """
+    if not _needs_grad(x, weight, bias, initial_state):
+        return convolution.causal_conv1d_with_state(
+            x,
+            weight,
+            bias,
+            activation=activation,
+            layout=layout,
+            seq_idx=seq_idx,
+            initial_state=initial_state,
+        )
+    checks.not_yet("seq_idx", seq_idx, None)
+    return _CausalConv1d.apply(x, weight, bias, initial_state, activation, layout)
+
+
+def causal_conv1d_update(
+    x,
+    state,
+    weight,
+    bias=None,
+    *,
+    activation=None,
+    layout="bdl",
+    cache_seqlens=None,
+    state_indices=None,
+):
+    """Convolve new inputs with the state of those before them; the state is updated in place.
+
+    Differentiable by x, weight, bias and the state as it was, and on through the updated state to
+    later steps; detach the state to end that. With cache_seqlens or state_indices there is no
+    derivative in this release. Arguments, values and errors as `cuseq.causal_conv1d_update`.
+
+    >>> import torch, cuseq.torch
+    >>> state = torch.zeros(2, 4, 2)
+    >>> cuseq.torch.causal_conv1d_update(torch.ones(2, 4), state, torch.ones(4, 3)).shape
+    torch.Size([2, 4])
+    """
+    options = {"activation": activation, "layout": layout}
+    if not _needs_grad(x, state, weight, bias):
+        return step.causal_conv1d_update(
+            x,
+            state,
+            weight,
+            bias,
+            cache_seqlens=cache_seqlens,
+            state_indices=state_indices,
+            **options,
+        )
+    for name, value in ("cache_seqlens", cache_seqlens), ("state_indices", state_indices):
+        if value is not None:
+            raise NotImplementedError(
+                checks.sentence(
+                    name,
+                    "None where autograd follows the call, in this release",
+                    type(value).__name__,
+                    "call it under torch.no_grad()",
+                )
+            )
+    if x.ndim == 2:
+        tokens = x.unsqueeze(2 if layout == "bdl" else 1)
+        y, _ = _CausalConv1dUpdate.apply(tokens, state, weight, bias, activation, layout)
+        return y.reshape(x.shape)
+    y, _ = _CausalConv1dUpdate.apply(x, state, weight, bias, activation, layout)
+    return y
