@@ -44,7 +44,7 @@ causal_conv1d_update(const X_T* x /* [B, D, T] */, Index x_b, Index x_d, Index x
     Filter<Real, WIDTH> filter;
     filter.load(weight, weight_d, weight_k, bias, bias_d, d);
     Real window[WIDTH];
-    int next = ring && S > 0 ? int(past % SEQLENS_T(S)) : int(S);  // where x[0] belongs
+    int next = ring && S > 0 ? int(past % static_cast<SEQLENS_T>(S)) : int(S);  // where x[0] belongs
 #pragma unroll
     for (int k = 1; k < WIDTH; ++k) {
         int s = next - (WIDTH - k);

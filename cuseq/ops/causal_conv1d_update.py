@@ -147,8 +147,8 @@ def _check_writable(state):
             )
         )
     read_only = state.device == HOST and not state.library.host_view(state.owner).flags.writeable
-    stands_still = any(n > 1 and s == 0 for n, s in zip(state.shape, state.strides, strict=True))
-    if read_only or stands_still:
+    repeats = any(n > 1 and s == 0 for n, s in zip(state.shape, state.strides, strict=True))
+    if state.size and (read_only or repeats):
         got = (
             "a read-only array" if read_only else f"strides {state.strides}, which repeat elements"
         )

@@ -34,10 +34,9 @@ COMPILER = shutil.which("g++")
 SANITIZED = hasattr(ctypes.CDLL(None), "__asan_init")
 
 _OPTIONS = (
-    "-std=c++17 -O1 -g -fPIC -shared".split()
+    "-std=c++17 -O1 -g1 -fPIC -shared".split()
     + [f"-I{HERE}", f"-I{HERE / 'include'}"]
     + SANITIZED * ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
-    + SANITIZED * ["-fno-omit-frame-pointer"]
 )
 
 seed = 0  # the order of blocks and threads in the launches to come; 0 is the natural one

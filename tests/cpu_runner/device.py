@@ -1,0 +1,70 @@
+"""A device that is the host: arrays for which cuseq takes its CUDA path, with kernels on the CPU.
+
+`on_device(x)` is a NumPy array that cuseq borrows as an array on CUDA device 0; `installed()` lets
+its launches run here. So everything of an operator is tested without a GPU: checks, plan, order of
+the arguments, kernels. Every new array is filled with NaN, so what a kernel does not write shows.
+"""
+
+from contextlib import contextmanager
+from unittest import mock
+
+import numpy as np
+
+from cuseq.runtime import arrays, kernels
+from tests import cpu_runner
+
+LIMITS = kernels.DeviceLimits(multiprocessors=2)
+
+
+class DeviceArray(np.ndarray):
+    """Host memory in the role of device memory."""
+
+
+class OnDevice(arrays.NumPy):
+    """The library of DeviceArray."""
+
+    @staticmethod
+    def borrow(name, x, operator):
+        array = arrays.NumPy.borrow(name, x, operator)
+        return array._replace(device=0, library=OnDevice)
+
+    @staticmethod
+    def empty(shape, dtype, device):
+        x = np.empty(shape, arrays.numpy_dtype(dtype)).view(DeviceArray)
+        x.fill(255 if dtype == "uint8" else np.nan)
+        return OnDevice.borrow("", x, "")
+
+    @staticmethod
+    def upload(values, device):
+        return OnDevice.borrow("", on_device(values), "")
+
+    @staticmethod
+    def stream(device):
+        return 0
+
+
+def on_device(x):
+    """A copy of `x` with its strides, kept where they are 0 or negative, in the role of the device's.
+
+    The copy ends where the array ends, so that AddressSanitizer sees an access behind it.
+    """
+    if x.size == 0:
+        return np.empty(x.shape, x.dtype).view(DeviceArray)
+    low = sum(stride * (n - 1) for n, stride in zip(x.shape, x.strides, strict=True) if stride < 0)
+    high = sum(stride * (n - 1) for n, stride in zip(x.shape, x.strides, strict=True) if stride > 0)
+    memory = np.empty((high - low) // x.itemsize + 1, x.dtype)
+    memory.fill(np.nan if x.dtype.kind in "fV" else 0)
+    copy = np.lib.stride_tricks.as_strided(memory[-low // x.itemsize :], x.shape, x.strides)
+    copy[...] = x
+    return copy.view(DeviceArray)
+
+
+@contextmanager
+def installed(limits=LIMITS):
+    """cuseq borrows DeviceArrays and launches on the CPU within this."""
+    with (
+        mock.patch.dict(arrays._library_of_type, {DeviceArray: OnDevice}),
+        mock.patch.object(kernels, "launch", cpu_runner.launch),
+        mock.patch.object(kernels, "device_limits", lambda device: limits),
+    ):
+        yield
