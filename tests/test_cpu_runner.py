@@ -48,7 +48,7 @@ def test_every_thread_of_every_block_runs_once(compiled):
         """,
     )
     for grid, block in [((1,), (1,)), ((5,), (33,)), ((3, 2, 4), (5, 7, 2)), ((2, 3), (1024,))]:
-        for seed in SEEDS:
+        for seed in (0, 1, 2):
             out = np.zeros(np.prod(grid) * np.prod(block), np.int32)
             kernel(grid, block, (out,), seed=seed)
             assert (out == 1 + np.arange(out.size)).all()
@@ -365,6 +365,7 @@ PLANTED = """
     extern "C" __global__ void planted(float* x, int n, int bug) {
         __shared__ float s[32];
         float local[4] = {1, 2, 3, x[0]};
+        if (!isnan(s[threadIdx.x])) x[n] = 0;  // it is poisoned between its redzones
         s[threadIdx.x] = x[threadIdx.x];
         __syncthreads();
         if (bug == 1) x[0] = x[n];  // read

@@ -106,7 +106,7 @@ def sanitized_environment():
         # faulthandler, whose signal stack is too small for a report) prints where it was.
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0:detect_odr_violation=0:"
         "abort_on_error=1:handle_abort=0:handle_segv=2:use_sigaltstack=0:"
-        "allocator_may_return_null=1",
+        "allocator_may_return_null=1:print_legend=0",
         "UBSAN_OPTIONS": "print_stacktrace=1:abort_on_error=1",
     }
 
@@ -164,8 +164,8 @@ def _fibers():
 def _compile(name, lines, folder, files):
     """The library made of `lines`, which include `files`: compiled once for its contents."""
     contents = [file.name.encode() + file.read_bytes() for file in sorted(files)]
-    key = hashlib.sha256(repr((_compiler_version(), _OPTIONS, lines, contents)).encode()).hexdigest()
-    library = CACHE / f"{name}-{key[:32]}.so"
+    key = repr((_compiler_version(), _OPTIONS, lines, contents)).encode()
+    library = CACHE / f"{name}-{hashlib.sha256(key).hexdigest()[:32]}.so"
     if not library.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         unfinished = library.with_suffix(f".{os.getpid()}")

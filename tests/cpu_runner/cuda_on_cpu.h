@@ -1,11 +1,11 @@
 #pragma once
 // What a .cu file needs to be compiled by g++ and run on the CPU: the words of CUDA C++, its vector
-// types, the functions of one thread, and those that threads do together (fibers.cpp has the other
-// side of these). It has no asm, no float atomics and no dynamic shared memory: the kernels use none.
+// types, the functions of one thread, and those of threads together (their other side is in
+// fibers.cpp). It has no asm, no float atomics, no dynamic shared memory: the kernels use none.
 //
-// __shared__ becomes a static variable, so that AddressSanitizer puts redzones around it; fibers.cpp
-// fills the library's .bss with 0xFF (NaN) before each block. A variable outside of a function that
-// has no initial value would be filled as well: kernels have none.
+// __shared__ becomes a static variable, so that AddressSanitizer puts redzones around it, and
+// fibers.cpp fills the library's .bss with 0xFF (NaN) before each block. A variable outside of a
+// function that has no initial value would be filled as well: kernels have none.
 
 #include <math.h>
 
@@ -159,7 +159,8 @@ extern int lane;  // of the thread that runs
 void meet_block(const char* what, const char* file, int line);
 
 // The lanes of `mask` that have not ended meet here. Each brings a value and gets that of lane
-// `source`, all bits set if that one is not here. With GET_BALLOT it gets the lanes whose value is not 0.
+// `source`, all bits set if that one is not here; with GET_BALLOT it gets the lanes whose value is
+// not 0.
 constexpr int GET_BALLOT = -1;
 unsigned long long meet_warp(const char* what, unsigned mask, unsigned long long value, int source,
                              const char* file, int line);
@@ -193,7 +194,7 @@ inline int __all_sync(unsigned mask, int predicate, PLACE) {
     return __ballot_sync(mask, !predicate, file, line) == 0;
 }
 
-// A warp is cut into segments of `width` lanes; what reaches beyond its segment keeps its own value.
+// A warp is cut into segments of `width` lanes; who reaches beyond its segment gets its own value.
 template <class T> T __shfl_sync(unsigned mask, T value, int from, int width = warpSize, PLACE) {
     int source = (cuda_on_cpu::lane & ~(width - 1)) | (from & (width - 1));
     return cuda_on_cpu::shuffle("__shfl_sync", mask, value, source, file, line);

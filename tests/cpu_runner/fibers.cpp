@@ -4,8 +4,8 @@
 //
 // With seed 0 the ready fibers run first come first served and blocks in order. Any other seed
 // shuffles blocks and fibers, and lets warps run far ahead of others or not: what a missing barrier
-// lets through then shows as a wrong result under some seeds. (Between two meetings a fiber is never
-// interrupted, so two threads that write the same word without reading it show by chance only.)
+// lets through then shows as a wrong result under some seeds. Between two meetings a fiber is never
+// interrupted: what goes wrong only when two threads alternate within such a stretch does not show.
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -79,15 +79,17 @@ template <class T> void mix(T* items, unsigned n) {
 
 // ---- fibers
 
-__attribute__((noinline, no_sanitize("address"))) void jump_to(void** to) {
+#define SWITCHES_STACKS __attribute__((noinline, no_sanitize("address")))
+
+SWITCHES_STACKS void jump_to(void** to) {
     __builtin_longjmp(to, 1);
 }
 
-__attribute__((noinline, no_sanitize("address"))) void swap_to(void** from, void** to) {
+SWITCHES_STACKS void swap_to(void** from, void** to) {
     if (!__builtin_setjmp(from)) jump_to(to);
 }
 
-__attribute__((noinline, no_sanitize("address"))) void start_from(void** from, ucontext_t* context) {
+SWITCHES_STACKS void start_from(void** from, ucontext_t* context) {
     if (!__builtin_setjmp(from)) setcontext(context);
 }
 
@@ -198,13 +200,14 @@ void fiber_ended() {  // those that waited for this one may now be complete
 
 int next_ready() {
     unsigned first = head % MOST_THREADS;
-    if (order == ANY) std::swap(queue[first], queue[(head + random_below(tail - head)) % MOST_THREADS]);
+    if (order == ANY)
+        std::swap(queue[first], queue[(head + random_below(tail - head)) % MOST_THREADS]);
     return order == LAST ? queue[--tail % MOST_THREADS] : queue[head++ % MOST_THREADS];
 }
 
 void describe_meetings() {  // who waits where, when nobody can go on
-    size_t used = size_t(snprintf(message, sizeof message, "block (%u, %u, %u) is stuck", blockIdx.x,
-                                  blockIdx.y, blockIdx.z));
+    size_t used = size_t(snprintf(message, sizeof message, "block (%u, %u, %u) is stuck",
+                                  blockIdx.x, blockIdx.y, blockIdx.z));
     for (int k = 0; k < count && used < sizeof message - 1; k++) {
         int same = 0, earlier = 0;
         for (int other = 0; other < count; other++) {
@@ -223,8 +226,9 @@ void describe_meetings() {  // who waits where, when nobody can go on
             if (one.state == AT_WARP)
                 snprintf(where + length, sizeof where - length, " with mask %#x", one.mask);
         }
-        used += size_t(snprintf(message + used, sizeof message - used, "; %d thread%s from thread %d %s",
-                                same, same > 1 ? "s" : "", k, where));
+        used += size_t(snprintf(message + used, sizeof message - used,
+                                "; %d thread%s from thread %d %s", same, same > 1 ? "s" : "", k,
+                                where));
     }
 }
 
@@ -270,8 +274,8 @@ void cuda_on_cpu::meet_block(const char* what, const char* file, int line) {
     leave();
 }
 
-Word cuda_on_cpu::meet_warp(const char* what, unsigned mask, Word value, int source, const char* file,
-                            int line) {
+Word cuda_on_cpu::meet_warp(const char* what, unsigned mask, Word value, int source,
+                            const char* file, int line) {
     Fiber& fiber = *current;
     fiber.state = AT_WARP;
     fiber.what = what, fiber.file = file, fiber.line = line, fiber.mask = mask;
@@ -283,7 +287,8 @@ Word cuda_on_cpu::meet_warp(const char* what, unsigned mask, Word value, int sou
 
 // A null pointer, or what went wrong.
 const char* cuda_on_cpu::run_grid(void (*thread)(void**), char* shared, char* shared_end,
-                                  const unsigned* grid, const unsigned* block, void** args, Word seed) {
+                                  const unsigned* grid, const unsigned* block, void** args,
+                                  Word seed) {
     launch = {thread, args};
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {block[0], block[1], block[2]};

@@ -1,0 +1,44 @@
+"""What all tests share: skips without a CUDA device, poisoned outputs, Hypothesis' profile."""
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # CuPy and PyTorch need some too
+
+from cuseq.runtime import arrays  # noqa: E402
+from tests import frameworks  # noqa: E402
+
+if jax := frameworks.module("jax"):
+    jax.config.update("jax_enable_x64", True)  # else it has no float64
+
+settings.register_profile(
+    "cuseq",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    max_examples=15,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("cuseq")
+
+
+def pytest_collection_modifyitems(items):
+    if not frameworks.cuda_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Fill every output and scratch with NaN before it is used, so that a gap in it shows."""
+    empty = arrays.empty
+
+    def poisoned_empty(shape, dtype, like):
+        array = empty(shape, dtype, like)
+        frameworks.poison(array)
+        return array
+
+    monkeypatch.setattr(arrays, "empty", poisoned_empty)
