@@ -115,20 +115,6 @@ __device__ __forceinline__ int exponent_of(float v) { return (__float_as_int(v) 
 __device__ __forceinline__ int exponent_of(double v) { return (__double2hiint(v) >> 20) - 1023; }
 constexpr int LEAST = sizeof(Real) == 8 ? -1023 : -127;  // power_of_two(LEAST) is exactly 0
 
-// 2^f for f in [-1/2, 1/2]. In float a polynomial (minimax in relative error, constant term 1): the
-// hardware's exponential is off by up to 3 times as much and always to one side, which adds up
-// along a path.
-__device__ __forceinline__ float power_of_fraction(float f) {
-    float p = 1.534580806e-4f;
-    p = fmaf(p, f, 1.3399930904e-3f);
-    p = fmaf(p, f, 9.6184890717e-3f);
-    p = fmaf(p, f, 5.5503286421e-2f);
-    p = fmaf(p, f, 2.4022646248e-1f);
-    p = fmaf(p, f, 6.9314718246e-1f);
-    return fmaf(p, f, 1.0f);
-}
-__device__ __forceinline__ double power_of_fraction(double f) { return exp2(f); }
-
 __device__ __forceinline__ Cell impossible() { return {Real(1), IMPOSSIBLE}; }
 
 // z 2^(e - base) for e <= base: exactly 0 where it is far below
@@ -148,7 +134,7 @@ __device__ __forceinline__ Cell recurrence(Cell diagonal, Cell up, Cell left, Re
     }
     Real exponent = max(log2_factor, Real(-1e9));  // keeps the integers below from overflowing
     Real whole = rint(exponent);
-    Real z = sum * power_of_fraction(exponent - whole);
+    Real z = sum * exp2(exponent - whole);
     int shift = exponent_of(z);
     return {z * power_of_two(Real(0), -shift), max(base + int(whole) + shift, IMPOSSIBLE)};
 }
