@@ -8,14 +8,15 @@
 //     grad_weight[k] = sum_{b,t} g[t] u[t-W+1+k],   grad_bias = sum_{b,t} g[t]
 //
 // Work. A thread walks over RUN consecutive positions of one channel with the last W inputs in
-// registers. A warp is LANES_D channels by 32 / LANES_D runs: LANES_D = 1 and RUN = 1 read along
-// the length (layout bdl), LANES_D = 32 reads across the channels (layout bld). A block of WARPS
-// warps walks over a segment of the length.
+// registers. A warp is LANES_D channels by 32 / LANES_D runs: LANES_D = 1 reads along the length
+// (layout bdl), LANES_D = 32 across the channels (layout bld). A block of WARPS warps walks over a
+// segment of the length. Runs that are INSIDE, away from both ends, skip every check of bounds.
 // Sums over b and t are taken in a fixed order: within a thread, a block, then over the blocks by
 // causal_conv1d_sum_partials, so that gradients are the same bits every time.
 //
 // Launch: grid (B * ceil(D / LANES_D) * segments), block (32 * WARPS).
-// Compiled with: X_T, WEIGHT_T, BIAS_T, STATE_T, REAL, WIDTH, LANES_D, RUN, WARPS.
+// Compiled with: X_T, WEIGHT_T, BIAS_T, STATE_T, REAL, WIDTH, LANES_D, RUN, WARPS, and UNIT: 1 where
+// the positions of x, y and their gradients all lie next to each other.
 
 #include "common.cuh"
 #include "convolution.cuh"
@@ -46,17 +47,35 @@ struct Place {  // what a thread works on
     }
 };
 
-// u: x continued into the past by the state
+typedef Row<const X_T, UNIT> ConstRow;
+typedef Row<X_T, UNIT> MutableRow;
+
+// u: a row of x continued into the past by its row of the state
 struct Input {
-    Tensor<const X_T> x;
-    Tensor<const STATE_T> state;
-    Index length, state_width;
-    __device__ __forceinline__ Real at(Index batch, Index channel, Index position) const {
-        if (position >= 0) return position < length ? widen<Real>(x.at(batch, channel, position)) : Real(0);
-        bool inside = state.data && position >= -state_width;
-        return inside ? widen<Real>(state.at(batch, channel, state_width + position)) : Real(0);
+    ConstRow x;
+    Row<const STATE_T> state;
+    Index length, state_width;  // 0 without a state
+    template <bool INSIDE = false> __device__ __forceinline__ Real at(Index position) const {
+        if (INSIDE) return widen<Real>(x[position]);
+        if (position >= 0) return position < length ? widen<Real>(x[position]) : Real(0);
+        return position >= -state_width ? widen<Real>(state[state_width + position]) : Real(0);
     }
 };
+
+template <bool INSIDE>
+__device__ __forceinline__ void forward_run(const Input& input, const Filter<Real, WIDTH>& filter, bool silu,
+                                            Index first, Index end, MutableRow y) {
+    Real window[WIDTH];
+#pragma unroll
+    for (int k = 1; k < WIDTH; ++k) window[k] = input.at<INSIDE>(first - WIDTH + k);
+#pragma unroll
+    for (int r = 0; r < RUN; ++r) {
+        Index t = first + r;
+        if (!INSIDE && t >= end) break;
+        push(window, input.at<INSIDE>(t));
+        y[t] = narrow<X_T>(activate(filter.apply(window), silu));
+    }
+}
 
 extern "C" __global__ void __launch_bounds__(WARP * WARPS)
 causal_conv1d_forward(const X_T* x /* [B, D, L] */, Index x_b, Index x_d, Index x_l,
@@ -68,27 +87,22 @@ causal_conv1d_forward(const X_T* x /* [B, D, L] */, Index x_b, Index x_d, Index 
                       Index D, Index L, Index S, Index silu, Index segment_length, Index segments) {
     Place at(D, 0, L, segment_length, segments);
     if (at.channel >= D) return;
-    Input input{{x, x_b, x_d, x_l}, {initial_state, initial_b, initial_d, initial_s}, L, S};
-    Tensor<X_T> output{y, y_b, y_d, y_l};
+    Tensor<const X_T> inputs{x, x_b, x_d, x_l};
+    Tensor<const STATE_T> states{initial_state, initial_b, initial_d, initial_s};
+    Input input{inputs.row<UNIT>(at.batch, at.channel), states.row(at.batch, at.channel), L, initial_state ? S : 0};
+    MutableRow output = Tensor<X_T>{y, y_b, y_d, y_l}.row<UNIT>(at.batch, at.channel);
     Filter<Real, WIDTH> filter;
     filter.load(weight, weight_d, weight_k, bias, bias_d, at.channel);
 
     for (Index first = at.first; first < at.end; first += STRIDE) {
-        Real window[WIDTH];
-#pragma unroll
-        for (int k = 1; k < WIDTH; ++k) window[k] = input.at(at.batch, at.channel, first - WIDTH + k);
-#pragma unroll
-        for (int r = 0; r < RUN; ++r) {
-            Index t = first + r;
-            if (t >= at.end) break;
-            push(window, input.at(at.batch, at.channel, t));
-            output.at(at.batch, at.channel, t) = narrow<X_T>(activate(filter.apply(window), silu));
-        }
+        bool inside = first >= WIDTH - 1 && first + RUN <= at.end;
+        if (inside) forward_run<true>(input, filter, silu, first, at.end, output);
+        else forward_run<false>(input, filter, silu, first, at.end, output);
     }
     if (final_state && at.segment == segments - 1) {
-        Tensor<STATE_T> last{final_state, final_b, final_d, final_s};
+        Row<STATE_T> last = Tensor<STATE_T>{final_state, final_b, final_d, final_s}.row(at.batch, at.channel);
         for (Index s = at.warp * LANES_T + at.lane_t; s < S; s += WARPS * LANES_T)
-            last.at(at.batch, at.channel, s) = narrow<STATE_T>(input.at(at.batch, at.channel, L - S + s));
+            last[s] = narrow<STATE_T>(input.at(L - S + s));
     }
 }
 
@@ -97,6 +111,45 @@ __device__ __forceinline__ Real sum_over_runs(Real v) {
 #pragma unroll
     for (int offset = WARP / 2; offset >= LANES_D; offset /= 2) v += __shfl_down_sync(FULL_MASK, v, offset);
     return v;
+}
+
+// Where the gradients of a row come from and go to.
+struct Gradients {
+    ConstRow y;
+    Row<const STATE_T> final_state;
+    MutableRow x;
+    Row<STATE_T> initial_state;
+};
+
+template <bool INSIDE>
+__device__ __forceinline__ void backward_run(const Input& input, const Filter<Real, WIDTH>& filter, bool silu,
+                                             Index first, Index end, Index L, Index S, const Gradients& grad,
+                                             Real (&total)[SUMS]) {
+    Real window[WIDTH], g[WIDTH];  // inputs p..p+W-1 and gradients g of the same positions
+#pragma unroll
+    for (int k = 1; k < WIDTH; ++k) window[k] = input.at<INSIDE>(first - WIDTH + k);
+#pragma unroll
+    for (int r = 1 - WIDTH; r < RUN; ++r) {
+        Index p = first + r, t = p + WIDTH - 1;
+        if (!INSIDE && p >= end) break;
+        push(window, input.at<INSIDE>(t));
+        bool exists = INSIDE || (t >= 0 && t < L);
+        Real g_t = exists ? widen<Real>(grad.y[t]) * activation_slope(filter.apply(window), silu) : Real(0);
+        push(g, g_t);
+        bool own = r + WIDTH - 1 < RUN;  // a position's share of the sums is taken by its own run
+        if (own && exists && (INSIDE || t < end)) {
+#pragma unroll
+            for (int k = 0; k < WIDTH; ++k) total[k] += g_t * window[k];
+            total[WIDTH] += g_t;
+        }
+        if (r < 0) continue;
+        Real sum = 0;
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) sum += filter.weight[k] * g[WIDTH - 1 - k];
+        if (!INSIDE && grad.final_state.data && p >= L - S) sum += widen<Real>(grad.final_state[p - (L - S)]);
+        if (INSIDE || p >= 0) grad.x[p] = narrow<X_T>(sum);
+        else grad.initial_state[S + p] = narrow<STATE_T>(sum);
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(WARP * WARPS)
@@ -114,44 +167,25 @@ causal_conv1d_backward(const X_T* grad_y /* [B, D, L] */, Index grad_y_b, Index 
     Place at(D, grad_initial_state ? -S : 0, L, segment_length, segments);
     bool active = at.channel < D;
     Index channel = active ? at.channel : D - 1;  // idle lanes still take part in the sums, with 0
-    Input input{{x, x_b, x_d, x_l}, {initial_state, initial_b, initial_d, initial_s}, L, S};
-    Tensor<const X_T> outer{grad_y, grad_y_b, grad_y_d, grad_y_l};
-    Tensor<const STATE_T> outer_state{grad_final_state, final_b, final_d, final_s};
-    Tensor<X_T> inner{grad_x, grad_x_b, grad_x_d, grad_x_l};
-    Tensor<STATE_T> inner_state{grad_initial_state, grad_initial_b, grad_initial_d, grad_initial_s};
+    Tensor<const X_T> inputs{x, x_b, x_d, x_l};
+    Tensor<const STATE_T> states{initial_state, initial_b, initial_d, initial_s};
+    Input input{inputs.row<UNIT>(at.batch, channel), states.row(at.batch, channel), L, initial_state ? S : 0};
+    Gradients grad{
+        Tensor<const X_T>{grad_y, grad_y_b, grad_y_d, grad_y_l}.row<UNIT>(at.batch, channel),
+        Tensor<const STATE_T>{grad_final_state, final_b, final_d, final_s}.row(at.batch, channel),
+        Tensor<X_T>{grad_x, grad_x_b, grad_x_d, grad_x_l}.row<UNIT>(at.batch, channel),
+        Tensor<STATE_T>{grad_initial_state, grad_initial_b, grad_initial_d, grad_initial_s}.row(at.batch, channel)};
     Filter<Real, WIDTH> filter;
     filter.load(weight, weight_d, weight_k, bias, bias_d, channel);
     Real total[SUMS];
 #pragma unroll
     for (int k = 0; k < SUMS; ++k) total[k] = 0;
 
+    Index last_inside = min(at.end, L - (grad_final_state ? max(S, Index(WIDTH - 1)) : WIDTH - 1)) - RUN;
     for (Index first = at.first; active && first < at.end; first += STRIDE) {
-        Real window[WIDTH], g[WIDTH];  // inputs p..p+W-1 and gradients g of the same positions
-#pragma unroll
-        for (int k = 1; k < WIDTH; ++k) window[k] = input.at(at.batch, channel, first - WIDTH + k);
-        Index end = min(first + RUN, at.end);
-#pragma unroll
-        for (int r = 1 - WIDTH; r < RUN; ++r) {
-            Index p = first + r, t = p + WIDTH - 1;
-            if (p >= end) break;
-            push(window, input.at(at.batch, channel, t));
-            Real g_t = 0;
-            if (t >= 0 && t < L)
-                g_t = widen<Real>(outer.at(at.batch, channel, t)) * activation_slope(filter.apply(window), silu);
-            push(g, g_t);
-            if (t < end) {  // a position's share of the sums is taken where it is walked over
-#pragma unroll
-                for (int k = 0; k < WIDTH; ++k) total[k] += g_t * window[k];
-                total[WIDTH] += g_t;
-            }
-            if (r < 0) continue;
-            Real sum = 0;
-#pragma unroll
-            for (int k = 0; k < WIDTH; ++k) sum += filter.weight[k] * g[WIDTH - 1 - k];
-            if (grad_final_state && p >= L - S) sum += widen<Real>(outer_state.at(at.batch, channel, p - (L - S)));
-            if (p >= 0) inner.at(at.batch, channel, p) = narrow<X_T>(sum);
-            else inner_state.at(at.batch, channel, S + p) = narrow<STATE_T>(sum);
-        }
+        bool inside = first >= WIDTH - 1 && first <= last_inside;
+        if (inside) backward_run<true>(input, filter, silu, first, at.end, L, S, grad, total);
+        else backward_run<false>(input, filter, silu, first, at.end, L, S, grad, total);
     }
 
 #pragma unroll

@@ -29,18 +29,18 @@ causal_conv1d_update(const X_T* x /* [B, D, T] */, Index x_b, Index x_d, Index x
     unsigned tiles = (D + THREADS - 1) / THREADS;
     Index b = blockIdx.x / tiles, d = Index(blockIdx.x % tiles) * THREADS + threadIdx.x;
     if (d >= D) return;
-    Tensor<const X_T> input{x, x_b, x_d, x_t};
-    Tensor<STATE_T> pool{state, state_b, state_d, state_s};
-    Tensor<X_T> output{y, y_b, y_d, y_t};
+    Row<const X_T> input = Tensor<const X_T>{x, x_b, x_d, x_t}.row(b, d);
+    Row<X_T> output = Tensor<X_T>{y, y_b, y_d, y_t}.row(b, d);
     Index row = state_indices ? Index(state_indices[b * state_indices_b]) : b;
     bool ring = cache_seqlens != nullptr;
     SEQLENS_T past = ring ? cache_seqlens[b * cache_seqlens_b] : 0;
 
     if (row < 0 || row >= P || past < 0) {
         Real nothing = row < 0 ? Real(0) : not_a_number<Real>();
-        for (Index t = 0; t < T; ++t) output.at(b, d, t) = narrow<X_T>(nothing);
+        for (Index t = 0; t < T; ++t) output[t] = narrow<X_T>(nothing);
         return;
     }
+    Row<STATE_T> past_inputs = Tensor<STATE_T>{state, state_b, state_d, state_s}.row(row, d);
     Filter<Real, WIDTH> filter;
     filter.load(weight, weight_d, weight_k, bias, bias_d, d);
     Real window[WIDTH];
@@ -48,18 +48,18 @@ causal_conv1d_update(const X_T* x /* [B, D, T] */, Index x_b, Index x_d, Index x
 #pragma unroll
     for (int k = 1; k < WIDTH; ++k) {
         int s = next - (WIDTH - k);
-        window[k] = widen<Real>(pool.at(row, d, s < 0 ? s + S : s));
+        window[k] = widen<Real>(past_inputs[s < 0 ? s + S : s]);
     }
     for (Index t = 0; t < T; ++t) {
-        X_T newest = input.at(b, d, t);
+        X_T newest = input[t];
         push(window, widen<Real>(newest));
-        output.at(b, d, t) = narrow<X_T>(activate(filter.apply(window), silu));
+        output[t] = narrow<X_T>(activate(filter.apply(window), silu));
         if (!ring || S == 0) continue;
-        pool.at(row, d, next) = narrow<STATE_T>(widen<Real>(newest));
+        past_inputs[next] = narrow<STATE_T>(widen<Real>(newest));
         next = next + 1 < S ? next + 1 : 0;
     }
     if (ring) return;
     for (Index s = 0; s < S; ++s)  // upwards: a place is read before it is written
-        pool.at(row, d, s) = s + T < S ? pool.at(row, d, s + T)
-                                       : narrow<STATE_T>(widen<Real>(input.at(b, d, s + T - S)));
+        past_inputs[s] = s + T < S ? past_inputs[s + T]
+                                       : narrow<STATE_T>(widen<Real>(input[s + T - S]));
 }

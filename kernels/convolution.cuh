@@ -2,12 +2,20 @@
 // What the causal depthwise convolutions share: strided tensors, the activation, the input as the
 // state continues it into the past.
 
+// One channel of one batch item of a tensor (B, D, L): positions with their stride in elements,
+// which is known to be 1 where DENSE is.
+template <class T, bool DENSE = false> struct Row {
+    T* data;
+    Index stride;
+    __device__ __forceinline__ T& operator[](Index position) const { return data[DENSE ? position : position * stride]; }
+};
+
 // A tensor (B, D, L) with its strides in elements; data is null where a call has no such tensor.
 template <class T> struct Tensor {
     T* data;
     Index stride_batch, stride_channel, stride_position;
-    __device__ T& at(Index batch, Index channel, Index position) const {
-        return data[batch * stride_batch + channel * stride_channel + position * stride_position];
+    template <bool DENSE = false> __device__ __forceinline__ Row<T, DENSE> row(Index batch, Index channel) const {
+        return {data + batch * stride_batch + channel * stride_channel, stride_position};
     }
 };
 

@@ -139,6 +139,9 @@ __device__ __forceinline__ Cell recurrence(Cell diagonal, Cell up, Cell left, Re
     return {z * power_of_two(Real(0), -shift), max(base + int(whole) + shift, IMPOSSIBLE)};
 }
 
+// -log2(e) / gamma, finite however small gamma is, so that a cost of 0 stays 0
+__device__ Real log2_scale(double gamma) { return max(Real(-1 / (gamma * LN_2)), Real(-1e38)); }
+
 // R = -gamma ln Z, the logarithm taken in double
 __device__ Real soft_minimum(Cell cell, double gamma) {
     if (cell.e < OUT_OF_RANGE) return Real(infinity());
@@ -251,6 +254,7 @@ __device__ __forceinline__ void gradients(const Series& a, const Series& b, Plac
             for (int t = STEPS - 1; t >= 0; --t) {
                 Real from_below = __shfl_down_sync(FULL_MASK, column_sum, 1);
                 Real share = 2 * E[t] * (a_f - tile.b[f][WARP - 1 - at.lane + t]);
+                if (E[t] == 0) share = 0;  // even where the difference is infinite
                 row_sum += share;
                 column_sum = (at.lane == WARP - 1 ? Real(0) : from_below) + share;
                 if (at.lane == 0) tile.column_sum[t] = column_sum;
@@ -292,7 +296,7 @@ soft_dtw_forward(const X_T* a /* [B, N, D] */, Index a_stride_batch, Index a_str
     bool keep = lanes != nullptr;
     Index row_stride = keep ? M : 0;  // not kept, one row a pair serves every stripe in turn
     rows += pair * (keep ? (schedule.stripes - 1) * M : M);
-    Real scale = Real(-1 / (gamma * LN_2));
+    Real scale = log2_scale(gamma);
     Real log2_factor[STEPS];
     Lane lane;
 
@@ -344,7 +348,7 @@ soft_dtw_backward(const Real* grad_values /* [B], or null for ones */, Index gra
     handed_up += pair * M;
     grad_a += pair * N * D;
     grad_b += pair * M * D;
-    Real scale = Real(-1 / (gamma * LN_2));
+    Real scale = log2_scale(gamma);
     Real seed = grad_values ? grad_values[pair * grad_values_stride] : Real(1);
     Real log2_factor[STEPS], E[STEPS];
     Weights weights[STEPS];

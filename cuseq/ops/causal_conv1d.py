@@ -11,14 +11,15 @@ from cuseq.runtime.kernels import C_TYPES
 FILE = "causal_conv1d.cu"
 WARP = 32
 WARPS = 4  # of a block
-RUN = 16  # positions a thread walks over when a warp reads across the channels
+RUN_FORWARD, RUN_BACKWARD = 1, 4  # positions a thread walks over where a warp reads along them
+RUN_ACROSS = 16  # the same where it reads across the channels
 WIDEST = 32
 BLOCKS_TO_FILL = 16  # on one multiprocessor
 SUM_THREADS = 128
 
 
 class Problem(NamedTuple):
-    """A call in host numbers. S is the state's width, `across` whether channels lie closest."""
+    """A call in host numbers: x (B, D, L), filters of width W, states of width S."""
 
     B: int
     D: int
@@ -26,7 +27,8 @@ class Problem(NamedTuple):
     W: int
     S: int
     dtypes: tuple  # of x, weight, bias, state
-    across: bool
+    across: bool  # channels lie closer in memory than positions
+    unit: bool  # positions lie next to each other, in every tensor of the call
     device: int
 
     @property
@@ -221,7 +223,8 @@ def _borrow(operator, x, weight, bias, activation, layout, seq_idx, initial_stat
         S, state_dtype = initial_state.shape[2], initial_state.dtype
     dtypes = x.dtype, weight.dtype, bias.dtype if bias else weight.dtype, state_dtype
     across = abs(x.strides[1]) < abs(x.strides[2])
-    problem = Problem(*x.shape, W, S, dtypes, across, x.device)
+    unit = layout == "bdl" and x.strides[2] == 1
+    problem = Problem(*x.shape, W, S, dtypes, across, unit, x.device)
     silu = activation is not None
     return Call(x, weight, weight_shape, bias, initial_state, silu, layout, problem)
 
@@ -265,23 +268,22 @@ def check_state(name, state, x, rows, W):
 
 
 @lru_cache(maxsize=1024)
-def plan(problem, limits, positions_before=0):
+def plan(problem, limits, backward=False, positions_before=0):
     """The plan of a problem on a device with these limits.
 
     A warp reads along whichever axis lies closest in memory. The length is cut into as many
     segments as fill the device; `positions_before` counts the state's positions that a backward
     walks over as well.
     """
-    B, D, L, W, _, dtypes, across, _ = problem
+    B, D, L, W, _, dtypes, across, unit, _ = problem
     lanes_d = min(WARP, 1 << max(D - 1, 0).bit_length()) if across else 1
-    run = RUN if across else 1
+    run = RUN_ACROSS if across else RUN_BACKWARD if backward else RUN_FORWARD
     stride = WARPS * (WARP // lanes_d) * run
     rows = B * -(-D // lanes_d)
-    positions = L + positions_before
-    most = max(1, -(-positions // stride))
-    wanted = -(-limits.multiprocessors * BLOCKS_TO_FILL // max(rows, 1))
-    segment_length = stride * -(-most // min(most, max(wanted, 1)))
-    segments = max(1, -(-positions // segment_length))
+    strides = max(1, -(-(L + positions_before) // stride))
+    segments = max(1, min(strides, limits.multiprocessors * BLOCKS_TO_FILL // max(rows, 1)))
+    segment_length = stride * -(-strides // segments)
+    segments = -(-strides * stride // segment_length)
     types = zip(("X_T", "WEIGHT_T", "BIAS_T", "STATE_T"), dtypes, strict=True)
     macros = (
         *((name, C_TYPES[dtype]) for name, dtype in types),
@@ -290,6 +292,7 @@ def plan(problem, limits, positions_before=0):
         ("LANES_D", lanes_d),
         ("RUN", run),
         ("WARPS", WARPS),
+        ("UNIT", int(unit)),
     )
     return Plan(macros, rows * segments, WARP * WARPS, segment_length, segments)
 
@@ -347,7 +350,9 @@ def _backward(call, grad_y, grad_final_state):
             grad_initial and grad_initial.numpy(),
         )
         return gradients
-    how = plan(problem, kernels.device_limits(problem.device), S if grad_initial else 0)
+    problem = problem._replace(unit=problem.unit and grad_y.strides[2] == 1)
+    limits = kernels.device_limits(problem.device)
+    how = plan(problem, limits, True, S if grad_initial else 0)
     partials = arrays.empty((B * how.segments, D, W + 1), problem.real, grad_y)
     with arrays.launching(grad_y, *inputs, grad_final_state) as launch:
         if how.grid:
