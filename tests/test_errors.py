@@ -13,7 +13,6 @@ from cuseq.host import soft_dtw as host_dtw
 from cuseq.runtime import kernels
 from tests import frameworks
 from tests.frameworks import (
-    CUPY,
     JAX_CPU,
     JAX_CUDA,
     NUMPY,

@@ -11,10 +11,10 @@ from cuseq.runtime.kernels import C_TYPES
 FILE = "causal_conv1d.cu"
 WARP = 32
 WARPS = 4  # of a block
-RUN_FORWARD, RUN_BACKWARD = 1, 4  # positions a thread walks over where a warp reads along them
-RUN_ACROSS = 16  # the same where it reads across the channels
+RUN_FORWARD, RUN_BACKWARD = 2, 4  # positions a thread walks over where a warp reads along them
+RUN_ACROSS = 8  # the same where it reads across the channels
 WIDEST = 32
-BLOCKS_TO_FILL = 16  # on one multiprocessor
+BLOCKS_TO_FILL = 64  # on one multiprocessor
 SUM_THREADS = 128
 
 

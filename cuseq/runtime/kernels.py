@@ -7,6 +7,7 @@ kernels/.
 """
 
 import re
+import threading
 from collections import deque
 from functools import cache
 from importlib.resources import files
@@ -22,6 +23,7 @@ C_TYPES = {
 }
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"\s*$')
 _in_flight = deque()  # (event, owners) of launches on memory that no stream-ordered pool guards
+_in_flight_lock = threading.Lock()
 
 
 class DeviceLimits(NamedTuple):
@@ -51,8 +53,7 @@ def options(macros):
 @cache
 def device_limits(device):
     """Read off a CUDA device once."""
-    import cupy
-
+    cupy = _cupy()
     return DeviceLimits(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
 
 
@@ -63,8 +64,7 @@ def launch(device, stream, file, function, macros, grid, block, args):
     8 bytes (a pointer or a long long), a NumPy scalar is passed by its own size. Compiles at the
     first launch of a variant on a device.
     """
-    import cupy
-
+    cupy = _cupy()
     kernel = _kernel(file, function, macros)
     with cupy.cuda.Device(device):
         kernel((grid,), (block,), args, stream=_Stream(stream))
@@ -72,8 +72,7 @@ def launch(device, stream, file, function, macros, grid, block, args):
 
 def order_after(stream, other, device):
     """Let `stream` wait, on the device, for the work queued on `other`."""
-    import cupy
-
+    cupy = _cupy()
     with cupy.cuda.Device(device):
         event = cupy.cuda.Event(disable_timing=True)
         event.record(_Stream(other))
@@ -86,18 +85,30 @@ def hold(owners, stream, device):
     A library that frees memory on a stream of its own (JAX) must not get it back while a kernel
     on another stream still reads it.
     """
-    import cupy
-
-    while _in_flight and _in_flight[0][0].done:
-        _in_flight.popleft()
+    cupy = _cupy()
     with cupy.cuda.Device(device):
         event = cupy.cuda.Event(disable_timing=True)
         event.record(_Stream(stream))
-    _in_flight.append((event, owners))
+    with _in_flight_lock:
+        _in_flight.append((event, owners))
+        while _in_flight and _in_flight[0][0].done:
+            _in_flight.popleft()
 
 
 class _Stream(NamedTuple):
     ptr: int
+
+
+@cache
+def _cupy():
+    try:
+        import cupy
+    except ImportError as missing:
+        raise ImportError(
+            "cupy: expected CuPy, which compiles the kernels for arrays on a CUDA device, got none"
+            " installed; pip install cuseq[cuda13], or cuseq[cuda12] for a driver of CUDA 12"
+        ) from missing
+    return cupy
 
 
 @cache
@@ -107,8 +118,7 @@ def _kernel(file, function, macros):
 
 @cache
 def _module(file, macros):
-    import cupy
-
+    cupy = _cupy()
     return cupy.RawModule(code=source(file), options=options(macros))
 
 

@@ -40,17 +40,30 @@ def outer_of(x, weight, bias, initial_state):
     )
 
 
-def run(given, activation, layout="bdl", place=on_device, limits=FILLED, seeds=(1,), outer=None):
-    """y, final_state and gradients by name, in (B, D, L): the same bits in every order."""
+def run(
+    given,
+    activation,
+    layout="bdl",
+    place=on_device,
+    limits=FILLED,
+    seeds=(1,),
+    outer=None,
+    places=(),
+):
+    """y, final_state and gradients by name, in (B, D, L): the same bits in every order.
+
+    `places` has the place of single arrays by their names.
+    """
     grad_y, grad_final_state = outer or outer_of(**given)
 
-    def placed(x, has_length=False):
+    def placed(x, name):
         if x is None:
             return None
-        return place(np.ascontiguousarray(turned(x, layout)) if has_length else x)
+        x = np.ascontiguousarray(turned(x, layout)) if name in ("x", "grad_y") else x
+        return dict(places).get(name, place)(x)
 
-    on_gpu = {name: placed(x, name == "x") for name, x in given.items()}
-    outer = placed(grad_y, True), placed(grad_final_state)
+    on_gpu = {name: placed(x, name) for name, x in given.items()}
+    outer = placed(grad_y, "grad_y"), placed(grad_final_state, "grad_final_state")
     inputs = [x for x in (*on_gpu.values(), *outer) if x is not None]
     before = [x.tobytes() for x in inputs]
     how = {"activation": activation, "layout": layout}
@@ -94,36 +107,36 @@ def check(given, activation=None, outer=None, **how):
         assert_close(got, expected[name], f"causal_conv1d.{name}")
 
 
-# A block walks over 128 positions along the length; across the channels a thread over 16, a block
-# over 64 (32 / LANES_D) times as many.
 @pytest.mark.parametrize(
-    "W, D, layout, place, tile",
+    "W, D, layout, place, lanes",  # lanes of a warp that lie across the channels
     [
-        (1, 1, "bdl", on_device, (1, 1)),
-        (2, 3, "bdl", on_device, (1, 1)),
-        (3, 2, "bdl", on_device, (1, 1)),
-        (4, 3, "bdl", on_device, (1, 1)),
-        (8, 1, "bdl", on_device, (1, 1)),
-        (32, 2, "bdl", on_device, (1, 1)),
-        (1, 33, "bld", on_device, (32, 16)),
-        (2, 2, "bld", on_device, (2, 16)),
-        (3, 3, "bld", on_device, (4, 16)),
-        (4, 40, "bld", on_device, (32, 16)),
-        (4, 1, "bld", sliced, (1, 16)),
-        (8, 8, "bdl", transposed, (8, 16)),
-        (32, 12, "bld", on_device, (16, 16)),
-        (4, 32, "bdl", transposed, (32, 16)),
+        (1, 1, "bdl", on_device, 1),
+        (2, 3, "bdl", on_device, 1),
+        (3, 2, "bdl", on_device, 1),
+        (4, 3, "bdl", on_device, 1),
+        (4, 3, "bdl", sliced, 1),
+        (8, 1, "bdl", on_device, 1),
+        (32, 2, "bdl", on_device, 1),
+        (1, 33, "bld", on_device, 32),
+        (2, 2, "bld", on_device, 2),
+        (3, 3, "bld", on_device, 4),
+        (4, 40, "bld", on_device, 32),
+        (4, 1, "bld", sliced, 1),  # and long runs, for channels lie closer
+        (8, 8, "bdl", transposed, 8),
+        (32, 12, "bld", on_device, 16),
+        (4, 32, "bdl", transposed, 32),
     ],
 )
-def test_lengths(W, D, layout, place, tile):
-    for n, L in enumerate(sorted({0, 1, W - 1, W, W + 1, 15, 17, 63, 64, 65, 129})):
+def test_lengths(W, D, layout, place, lanes):
+    lengths = {0, 1, W - 1, W, W + 1, 15, 17, 63, 64, 65, 129, 513 if D < 10 else 130}
+    for n, L in enumerate(sorted(lengths)):
         S = (None, W - 1, W + 2)[n % 3]
         given = arguments(1 + n % 2, D, L, W, S, bias=n % 4 != 1)
         how = {"layout": layout, "place": place, "limits": (FILLED, MANY)[n // 2 % 2]}
         with mock.patch.object(causal_conv1d, "plan", wraps=causal_conv1d.plan) as planned:
             check(given, (None, "silu")[n % 2], **how)
         macros = dict(causal_conv1d.plan(*planned.call_args.args).macros)
-        assert L <= 1 or (macros["LANES_D"], macros["RUN"]) == tile
+        assert L <= 1 or macros["LANES_D"] == lanes
 
 
 @pytest.mark.parametrize("layout", ["bdl", "bld"])
@@ -175,6 +188,15 @@ def test_strides(layout, place):
         assert_close(got, contiguous[name].astype(np.float64), f"causal_conv1d.{name}")
 
 
+@pytest.mark.parametrize("odd_one", ["x", "grad_y"])
+def test_strides_of_one_array(odd_one):
+    """Where the others have positions that lie next to each other."""
+    given = arguments(2, 3, 20, 4, 5)
+    contiguous = run(given, "silu")
+    for name, got in run(given, "silu", places={odd_one: sliced}).items():
+        assert_close(got, contiguous[name].astype(np.float64), f"causal_conv1d.{name}")
+
+
 def test_strides_of_0():
     given = {
         "x": np.broadcast_to(normal(1, 3, 1), (2, 3, 20)),
@@ -186,12 +208,10 @@ def test_strides_of_0():
     check(given, "silu", ones)
 
 
-@pytest.mark.parametrize(
-    "layout, limits, L",
-    [("bdl", FILLED, 300), ("bdl", MANY, 300), ("bld", FILLED, 200), ("bld", MANY, 200)],
-)
-def test_results_are_the_same_in_any_order(layout, limits, L):
-    given = arguments(2, 33, L, 4, 3)
+@pytest.mark.parametrize("limits", [FILLED, MANY])
+@pytest.mark.parametrize("layout, D, L", [("bdl", 3, 600), ("bld", 33, 200)])
+def test_results_are_the_same_in_any_order(layout, D, L, limits):
+    given = arguments(2, D, L, 4, 3)
     check(given, "silu", layout=layout, limits=limits, seeds=(0, 1, 2))
 
 
