@@ -180,7 +180,7 @@ class DLPack(Place):
         super().__init__(name, inner.device)
         self.inner, self.dtypes = inner, dtypes
         self.module_name, self.strides = inner.module_name, inner.strides
-        self.pointer, self.assert_own = inner.pointer, inner.assert_own
+        self.assert_own = inner.assert_own
 
     def array(self, x, offset=0):
         return OnlyDLPack(self.inner.array(x, offset))

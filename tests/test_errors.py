@@ -438,6 +438,7 @@ def test_tensors_that_autograd_follows(place):
 
 
 @over([TORCH_CPU, TORCH_CUDA])
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_tensors_without_plain_memory(place):
     torch, plain = place.library, place.array(np.zeros((5, 2)))
     refused(TypeError, "a", cuseq.soft_dtw, plain.to_sparse(), plain)

@@ -3,10 +3,12 @@
 Compiling needs NVRTC and no GPU. The tests marked gpu launch a small kernel of their own.
 """
 
+import os
 import re
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from textwrap import dedent
@@ -24,15 +26,18 @@ from tests import frameworks
 FILES = soft_dtw.FILE, causal_conv1d.FILE, causal_conv1d_update.FILE
 
 
+def forget():
+    for function in vars(kernels).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
+
+
 @pytest.fixture
-def fresh(monkeypatch):
+def fresh():
     """A loader that has loaded nothing yet, and forgets what the test loads."""
-    loaded = kernels.source, kernels._module, kernels._kernel
-    for function in loaded:
-        function.cache_clear()
+    forget()
     yield
-    for function in loaded:
-        function.cache_clear()
+    forget()
 
 
 @pytest.fixture
@@ -146,7 +151,11 @@ def test_macros_become_options_in_their_order(cupy):
 def test_a_variant_is_one_module_and_a_function_is_looked_up_once(cupy):
     calls = [
         (file, function, (("WARPS", warps),))
-        for file, function in [("soft_dtw.cu", "f"), ("soft_dtw.cu", "g"), ("causal_conv1d.cu", "f")]
+        for file, function in [
+            ("soft_dtw.cu", "f"),
+            ("soft_dtw.cu", "g"),
+            ("causal_conv1d.cu", "f"),
+        ]
         for warps in (1, 2)
     ]
     for call in calls * 3:
@@ -206,20 +215,213 @@ def compiled(text, macros, arch):
 @pytest.mark.parametrize("file", ["planted.cu", "planted.cuh"])
 def test_the_compiler_names_file_and_line_of_an_error(folder, file):
     nonsense = {name: "nonsense;" * (name == file) for name in ("planted.cu", "planted.cuh")}
-    write(
-        folder,
-        planted_cuh=f"""\
-            #pragma once
-            // a header
-
-            {nonsense["planted.cuh"]}
-            """,
-        planted_cu=f"""\
-            // a kernel
-            #include "planted.cuh"
-
-            {nonsense["planted.cu"]}
-            """,
-    )
+    header = f"#pragma once\n// a header\n\n{nonsense['planted.cuh']}\n"
+    kernel = f'// a kernel\n#include "planted.cuh"\n\n{nonsense["planted.cu"]}\n'
+    write(folder, planted_cuh=header, planted_cu=kernel)
     cubin, log = compiled(kernels.source("planted.cu"), (), f"sm_{max(known_archs())}")
     assert cubin is None and f"kernels/{file}(4): error" in log
+
+
+ARCHS = ["sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
+COVERED = "sm_90"  # every variant of the spread; on the others the usual ones and the largest
+WIDTHS = [*range(1, 9), 16, 32]
+LIMITS = kernels.DeviceLimits(multiprocessors=132)
+OWN_DTYPES = [  # of x, weight, bias, state: each in each role
+    ("float64", "float32", "float16", "bfloat16"),
+    ("float32", "float16", "bfloat16", "float64"),
+    ("float16", "bfloat16", "float64", "float32"),
+    ("bfloat16", "float64", "float32", "float16"),
+    ("float16", "float32", "float32", "bfloat16"),
+    ("bfloat16", "float32", "float16", "float32"),
+]
+
+
+def soft_dtw_variants(batches):
+    """One pair gets as many warps as it can have, many pairs one each."""
+    for B in batches:
+        for dtype in FLOATING:
+            problem = soft_dtw.Problem(B, 5000, 300, 3, dtype, 0)
+            yield soft_dtw.FILE, soft_dtw.plan(problem, LIMITS).macros
+
+
+def conv_variants(dtypes, widths, channels=(64,), orders=((False, True), (True, False))):
+    """`orders` are (across, unit): whether channels lie closer, and whether positions adjoin."""
+    for W in widths:
+        for D in channels:
+            for across, unit in orders:
+                problem = causal_conv1d.Problem(2, D, 5000, W, W - 1, dtypes, across, unit, 0)
+                for backward in (False, True):
+                    yield causal_conv1d.FILE, causal_conv1d.plan(problem, LIMITS, backward).macros
+
+
+def update_variants(dtypes, widths, index_dtypes=("int32", "int32")):
+    for W in widths:
+        problem = causal_conv1d_update.Problem(2, 64, 1, W, 2, W, (*dtypes, *index_dtypes), 0)
+        yield causal_conv1d_update.FILE, causal_conv1d_update.plan(problem).macros
+
+
+def variants(arch):
+    """(file, macros) of what the plans choose over a spread of problems, each once."""
+    found = []
+    alike = [(dtype,) * 4 for dtype in FLOATING]
+    if arch == COVERED:
+        found += soft_dtw_variants([1, 200, 400, 1000, 3000])
+        for dtypes, widths in [(alike[0], [1, 16, 32]), (alike[1], WIDTHS)]:
+            found += conv_variants(dtypes, widths)
+            found += update_variants(dtypes, widths)
+        found += conv_variants(alike[1], [4], [1, 2, 4, 8, 16], [(True, False)])
+        found += conv_variants(alike[1], [4], orders=[(False, False)])
+        for dtypes in OWN_DTYPES:
+            found += conv_variants(dtypes, [4])
+        for integers in [("int32", "int64"), ("int64", "int32"), ("int64", "int64")]:
+            found += update_variants(alike[1], [4], integers)
+    else:
+        found += soft_dtw_variants([1, 3000])
+        found += conv_variants(alike[1], [32], orders=[(True, False)])
+    for dtypes in alike:
+        found += conv_variants(dtypes, [4])
+        found += update_variants(dtypes, [4])
+    return list(dict.fromkeys(found))
+
+
+class Spill(NamedTuple):
+    bytes: int  # that a thread may store
+    reason: str
+
+
+# What a compiler of no matter which version may choose for the sake of one more resident warp.
+A_FEW = Spill(16, "fewer registers, paid with a few bytes")
+SPILLS = {  # function, REAL, WIDTH
+    ("causal_conv1d_backward", "double", 32): Spill(
+        4096, "weights, window, g and their sums are 4 x 32 doubles, more than 255 registers"
+    ),
+}
+PROPERTIES = re.compile(r"Function properties for (\w+)\s[^:]*?(\d+) bytes spill stores")
+
+
+def complaint(arch, file, macros):
+    """What is wrong with the cubin of a variant, or None."""
+    cubin, log = compiled(kernels.source(file), macros, arch)
+    if not cubin:
+        return f"{file} {macros} does not compile: {log}"
+    named = dict(macros)
+    spilt = {function: int(stores) for function, stores in PROPERTIES.findall(log)}
+    if not spilt:
+        return f"{file} {macros}: the log does not tell what is spilt: {log}"
+    wrong = [
+        f"{function} spills {stores} bytes"
+        for function, stores in spilt.items()
+        if stores > SPILLS.get((function, named["REAL"], named.get("WIDTH")), A_FEW).bytes
+    ]
+    return f"{file} {macros}: {', '.join(wrong)}" if wrong else None
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Two processes; they start afresh, for the frameworks' threads do not survive a fork."""
+    with ProcessPoolExecutor(2, get_context("spawn")) as processes:
+        yield processes
+
+
+@needs_nvrtc
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_variant_compiles_and_keeps_to_its_registers(arch, pool):
+    if int(arch.removeprefix("sm_")) not in known_archs():
+        pytest.skip(f"this NVRTC does not compile for {arch}")
+    files, macros = zip(*variants(arch), strict=True)
+    complaints = pool.map(partial(complaint, arch), files, macros, chunksize=2)
+    assert not [words for words in complaints if words]
+
+
+def test_the_spread_has_every_shape_that_plans_have():
+    """The macros that are neither dtypes nor widths, over many more problems."""
+
+    def shapes(found):
+        return {
+            (file, *(pair for pair in macros if not pair[0].endswith(("_T", "REAL", "WIDTH"))))
+            for file, macros in found
+        }
+
+    found = []
+    for B in (1, 7, 150, 500, 20_000):
+        for N in (1, 40, 70, 200, 500, 100_000):
+            for dtype in ("float32", "float64"):
+                problem = soft_dtw.Problem(B, N, 50, 3, dtype, 0)
+                found.append((soft_dtw.FILE, soft_dtw.plan(problem, LIMITS).macros))
+        for D in (1, 2, 3, 7, 15, 30, 31, 32, 33, 64, 5000):
+            found += conv_variants(
+                ("float32",) * 4, [4], [D], [(True, False), (False, False), (False, True)]
+            )
+        problem = causal_conv1d_update.Problem(B, 300, 1, 4, B, 3, ("float32",) * 6, 0)
+        found.append((causal_conv1d_update.FILE, causal_conv1d_update.plan(problem).macros))
+    assert shapes(found) <= shapes(variants(COVERED))
+
+
+# ---- on a device
+
+
+@pytest.mark.gpu
+def test_an_error_of_the_compiler_names_its_line(folder):
+    from cupy.cuda.compiler import CompileException
+
+    write(folder, broken_cu="// a kernel\n\nnonsense;\n")
+    with pytest.raises(CompileException, match=r"kernels/broken\.cu\(3\): error"):
+        kernels.launch(0, 0, "broken.cu", "broken", (), 1, 1, ())
+
+
+@pytest.mark.gpu
+def test_variants_and_functions_are_told_apart(folder):
+    import cupy
+
+    text = """\
+        extern "C" __global__ void add(int* x) { *x += AMOUNT; }
+        extern "C" __global__ void subtract(int* x) { *x -= AMOUNT; }
+        """
+    write(folder, count_cu=text)
+    x = cupy.zeros(1, np.int32)
+    for function, amount in [("add", 100), ("subtract", 10), ("add", 3), ("subtract", 1)]:
+        kernels.launch(0, 0, "count.cu", function, (("AMOUNT", amount),), 1, 1, (x.data.ptr,))
+    assert int(x[0]) == 92
+
+
+@pytest.mark.gpu
+def test_a_launch_is_on_the_stream_it_names(folder):
+    import cupy
+
+    write(folder, one_cu='extern "C" __global__ void one(int* x) { *x = 1; }\n')
+    x, done = cupy.zeros(1, np.int32), np.empty(1, np.int32)
+    kernels.launch(0, 0, "one.cu", "one", (), 1, 1, (x.data.ptr,))  # compiles
+    x[...] = 0
+    cupy.cuda.Device(0).synchronize()
+    with frameworks.busy_stream(frameworks.CUPY) as is_busy:
+        stream = cupy.cuda.get_current_stream()
+        kernels.launch(0, stream.ptr, "one.cu", "one", (), 1, 1, (x.data.ptr,))
+        done[...] = x.get(stream=cupy.cuda.Stream.null)
+        assert is_busy() and done[0] == 0, "it did not wait for what its stream was busy with"
+        stream.synchronize()
+        assert x.get()[0] == 1
+
+
+USE = """
+import cupy, cuseq
+x = cupy.ones((1, 1, 4), cupy.float32)
+print(cuseq.causal_conv1d(x, x[0, :, :2]))
+"""
+
+
+@pytest.mark.gpu
+def test_a_second_process_finds_what_the_first_compiled(tmp_path):
+    """Whatever is compiled is written to CuPy's folder anew."""
+    written = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", USE],
+            env=os.environ | {"CUPY_CACHE_DIR": str(tmp_path)},
+            cwd=Path(__file__).parents[1],
+            capture_output=True,
+            text=True,
+        )
+        assert "1. 2. 2. 2." in done.stdout, done.stderr
+        written.append({path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()})
+    assert written[0] and written[0] == written[1]

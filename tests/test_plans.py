@@ -70,59 +70,59 @@ def test_a_long_soft_dtw_keeps_little_of_its_grid():
     assert plan.kept_rows + plan.kept_lanes < 1.4 * 5000 * 5000
 
 
-def conv_problem(B, D, L, W=4, S=3, across=False):
-    return causal_conv1d.Problem(B, D, L, W, S, ("float32",) * 4, across, 0)
+def conv_problem(B, D, L, across=False, unit=True, dtypes=("float32",) * 4, W=4):
+    return causal_conv1d.Problem(
+        B=B, D=D, L=L, W=W, S=3, dtypes=dtypes, across=across, unit=unit, device=0
+    )
 
 
-def lanes_and_run(plan):
-    macros = dict(plan.macros)
-    return macros["LANES_D"], macros["RUN"], macros["WARPS"]
+def conv_plan(*sizes, backward=False, before=0, **options):
+    """The plan, and its macros by name."""
+    plan = causal_conv1d.plan(conv_problem(*sizes, **options), H200, backward, before)
+    return plan, dict(plan.macros)
 
 
+@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("D, lanes", [(1, 1), (2, 2), (3, 4), (31, 32), (32, 32), (130, 32)])
-def test_a_warp_reads_along_the_closest_axis(D, lanes):
-    across = causal_conv1d.plan(conv_problem(2, D, 100, across=True), H200)
-    along = causal_conv1d.plan(conv_problem(2, D, 100), H200)
-    assert lanes_and_run(across) == (lanes, 16, 4)
-    assert lanes_and_run(along) == (1, 1, 4)
-    assert across.block == along.block == 128
+def test_a_warp_reads_along_the_closest_axis(D, lanes, backward):
+    plan, across = conv_plan(2, D, 100, across=True, unit=False, backward=backward)
+    assert (across["LANES_D"], across["UNIT"]) == (lanes, 0)
+    assert plan.block == 32 * across["WARPS"]
+    _, along = conv_plan(2, D, 100, backward=backward)
+    assert (along["LANES_D"], along["UNIT"]) == (1, 1)
 
 
 @pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("B, D", [(1, 1), (2, 33), (64, 2048), (1000, 130)])
-@pytest.mark.parametrize("before", [0, 3])
-def test_segments_cover_the_length_and_none_is_empty(across, B, D, before):
+@pytest.mark.parametrize("backward, before", [(False, 0), (True, 0), (True, 3)])
+def test_segments_cover_the_length_and_none_is_empty(across, B, D, backward, before):
     for L in LENGTHS:
-        plan = causal_conv1d.plan(conv_problem(B, D, L, across=across), H200, before)
-        lanes, run, warps = lanes_and_run(plan)
-        assert plan.segment_length % (warps * (32 // lanes) * run) == 0
+        plan, macros = conv_plan(B, D, L, across=across, backward=backward, before=before)
+        lanes = macros["LANES_D"]
+        assert plan.segment_length % (macros["WARPS"] * (32 // lanes) * macros["RUN"]) == 0
         assert (plan.segments - 1) * plan.segment_length < L + before
         assert plan.segments * plan.segment_length >= L + before
-        tiles = -(-D // lanes)
-        assert tiles * lanes >= D
-        assert plan.grid == B * tiles * plan.segments
+        assert plan.grid == B * -(-D // lanes) * plan.segments
 
 
 def test_segments_fill_the_device_and_no_more():
-    few = causal_conv1d.plan(conv_problem(1, 1, 100_000_000), H200)
-    many = causal_conv1d.plan(conv_problem(64, 2048, 100_000), H200)
+    few, _ = conv_plan(1, 1, 100_000_000)
+    many, _ = conv_plan(64, 2048, 100_000)
     assert 132 <= few.grid <= 132 * causal_conv1d.BLOCKS_TO_FILL
     assert many.segments == 1
 
 
+@pytest.mark.parametrize("across", [False, True])
 @pytest.mark.parametrize("B, D, L", [(0, 3, 5), (2, 0, 5), (2, 3, 0)])
-def test_plan_of_an_empty_convolution(B, D, L):
-    for across in (False, True):
-        plan = causal_conv1d.plan(conv_problem(B, D, L, across=across), H200)
-        assert plan.segments == 1 and plan.segment_length > 0
-        assert plan.grid == B * -(-D // lanes_and_run(plan)[0])
+def test_plan_of_an_empty_convolution(B, D, L, across):
+    plan, macros = conv_plan(B, D, L, across=across)
+    assert plan.segments == 1 and plan.segment_length > 0
+    assert plan.grid == B * -(-D // macros["LANES_D"])
 
 
 def test_types_of_a_convolution():
-    problem = causal_conv1d.Problem(
-        2, 3, 9, 5, 4, ("bfloat16", "float32", "float16", "float64"), False, 0
-    )
-    macros = dict(causal_conv1d.plan(problem, H200).macros)
+    dtypes = ("bfloat16", "float32", "float16", "float64")
+    _, macros = conv_plan(2, 3, 9, dtypes=dtypes, W=5)
     assert (macros["X_T"], macros["WEIGHT_T"]) == ("__nv_bfloat16", "float")
     assert (macros["BIAS_T"], macros["STATE_T"]) == ("__half", "double")
     assert (macros["REAL"], macros["WIDTH"]) == ("double", 5)
@@ -142,31 +142,43 @@ def test_plan_of_an_update(B, D, blocks):
 
 def test_plans_are_cached():
     assert dtw_plan(3, 40) is dtw_plan(3, 40)
-    assert causal_conv1d.plan(conv_problem(3, 4, 5), H200) is causal_conv1d.plan(
-        conv_problem(3, 4, 5), H200
-    )
+    assert conv_plan(3, 4, 5)[0] is conv_plan(3, 4, 5)[0]
 
 
 def test_a_new_length_compiles_nothing_new():
     """Sizes are no macros, but for a count of warps or lanes."""
     plans = [dtw_plan(1000, N, M) for N, M in zip(LENGTHS, reversed(LENGTHS), strict=True)]
     assert len({plan.macros for plan in plans}) <= 2
-    convolutions = [causal_conv1d.plan(conv_problem(2, 40, L), H200) for L in LENGTHS]
-    assert len({plan.macros for plan in convolutions}) == 1
+    assert len({conv_plan(2, 40, L)[0].macros for L in LENGTHS}) == 1
 
 
-def test_across_follows_the_strides():
+def problem_of(x, layout):
+    weight = np.zeros((x.shape[1 if layout == "bdl" else 2], 3), np.float32)
+    call = causal_conv1d._borrow("causal_conv1d", x, weight, None, None, layout, None, None)
+    return call.problem
+
+
+def test_the_closest_axis_follows_the_strides():
     """Whatever the layout is called: the axis with the smaller stride is the closest."""
-    x, weight = np.zeros((2, 5, 7), np.float32), np.zeros((5, 3), np.float32)
-    turned = np.zeros((2, 7, 5), np.float32)
+    bdl, bld = np.zeros((2, 5, 7), np.float32), np.zeros((2, 7, 5), np.float32)
+    assert not problem_of(bdl, "bdl").across
+    assert problem_of(bld, "bld").across
+    assert problem_of(bld.transpose(0, 2, 1), "bdl").across
+    assert not problem_of(bdl.transpose(0, 2, 1), "bld").across
+    assert not problem_of(bdl[..., ::-1], "bdl").across
 
-    def across(x, layout):
-        call = causal_conv1d._borrow("causal_conv1d", x, weight, None, None, layout, None, None)
-        return call.problem.across
 
-    assert [across(x, "bdl"), across(turned, "bld")] == [False, True]
-    assert [across(turned.transpose(0, 2, 1), "bdl"), across(x.transpose(0, 2, 1), "bld")] == [
-        True,
-        False,
-    ]
-    assert not across(x[..., ::-1], "bdl")
+def test_unit_promises_that_positions_are_neighbours():
+    """In y as well, which has its axes in the order of the layout."""
+    bdl, bld = np.zeros((2, 5, 7), np.float32), np.zeros((2, 7, 5), np.float32)
+    assert problem_of(bdl, "bdl").unit
+    assert problem_of(bdl[:, ::2], "bdl").unit
+    for x, layout in [
+        (bld, "bld"),
+        (bdl.transpose(0, 2, 1), "bld"),
+        (bld.transpose(0, 2, 1), "bdl"),
+        (bdl[..., ::2], "bdl"),
+        (bdl[..., ::-1], "bdl"),
+        (np.broadcast_to(bdl[..., :1], bdl.shape), "bdl"),
+    ]:
+        assert not problem_of(x, layout).unit

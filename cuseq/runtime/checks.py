@@ -83,7 +83,10 @@ def gamma(value):
         raise TypeError(
             sentence("gamma", "a positive number", _brief(value), "pass a float such as gamma=1.0")
         )
-    value = float(value)
+    try:
+        value = float(value)
+    except OverflowError:  # an int beyond every float
+        value = math.inf
     if value == 0.0:
         raise NotImplementedError(
             sentence("gamma", "a number above 0 in this release", value, "pass a small gamma")
