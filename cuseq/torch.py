@@ -64,33 +64,6 @@ class _CausalConv1d(torch.autograd.Function):
         return *grads, None, None
 
 
-class _CausalConv1dUpdate(torch.autograd.Function):
-    """x (B, D, T) in either layout. The state is an input and, updated in place, an output."""
-
-    @staticmethod
-    def forward(ctx, x, state, weight, bias, activation, layout):
-        ctx.save_for_backward(x, state.clone(), weight, bias)
-        ctx.options = {"activation": activation, "layout": layout}
-        ctx.set_materialize_grads(False)
-        ctx.mark_dirty(state)
-        return step.causal_conv1d_update(x, state, weight, bias, **ctx.options), state
-
-    @staticmethod
-    def backward(ctx, grad_y, grad_state):
-        _refuse_second_derivative("causal_conv1d_update")
-        x, state_before, weight, bias = ctx.saved_tensors
-        grads = convolution.causal_conv1d_backward(
-            torch.zeros_like(x) if grad_y is None else grad_y,
-            x,
-            weight,
-            bias,
-            initial_state=state_before,
-            grad_final_state=grad_state,
-            **ctx.options,
-        )
-        return grads.x, grads.initial_state, grads.weight, grads.bias, None, None
-
-
 def _refuse_second_derivative(operator):
     if torch.is_grad_enabled():
         raise NotImplementedError(
@@ -248,7 +221,7 @@ def causal_conv1d_update(
     """
     options = {"activation": activation, "layout": layout}
     if not _needs_grad(x, state, weight, bias):
-        return step.causal_conv1d_update(
+        y = step.causal_conv1d_update(
             x,
             state,
             weight,
@@ -257,6 +230,9 @@ def causal_conv1d_update(
             state_indices=state_indices,
             **options,
         )
+        if not state.is_inference():  # who saved the state for a backward must notice the write
+            torch.autograd.graph.increment_version(state)
+        return y
     for name, value in ("cache_seqlens", cache_seqlens), ("state_indices", state_indices):
         if value is not None:
             raise NotImplementedError(
@@ -267,9 +243,8 @@ def causal_conv1d_update(
                     "call it under torch.no_grad()",
                 )
             )
-    if x.ndim == 2:
-        tokens = x.unsqueeze(2 if layout == "bdl" else 1)
-        y, _ = _CausalConv1dUpdate.apply(tokens, state, weight, bias, activation, layout)
-        return y.reshape(x.shape)
-    y, _ = _CausalConv1dUpdate.apply(x, state, weight, bias, activation, layout)
-    return y
+    tokens = x.unsqueeze(2 if layout == "bdl" else 1) if x.ndim == 2 else x
+    before = state.clone()
+    y, after = causal_conv1d_with_state(tokens, weight, bias, initial_state=before, **options)
+    state.copy_(after)
+    return y.reshape(x.shape)

@@ -81,31 +81,28 @@ struct Tile {  // what a warp shares among its lanes
     Real column_sum[STEPS];    // backward: sums over the stripe's rows, finished by lane 0
 };
 
-// Which stripe and chunk each warp works on in each wave (the time between two barriers).
+// Which stripe and chunk a warp works on in each wave (the time between two barriers), counted in
+// the order of the forward: each stripe LAG chunks behind the one above.
 struct Schedule {
-    int stripes, chunks, round;
-    __device__ Schedule(int rows, int columns)
-        : stripes((rows + WARP - 1) / WARP), chunks((columns + WINDOW - 1) / STEPS) {
-        round = WARPS == 1 ? chunks : max(chunks, LAG * WARPS);
-    }
-    __device__ int waves() const {
+    int stripes, chunks, round;  // a round is what a stripe takes, with the wait for its turn
+    int stripe, chunk;
+    __device__ Schedule(int rows, int columns, int warp)
+        : stripes((rows + WARP - 1) / WARP), chunks((columns + WINDOW - 1) / STEPS),
+          round(WARPS == 1 ? chunks : max(chunks, LAG * WARPS)), stripe(warp), chunk(-LAG * warp) {}
+    __device__ Index waves() const {
         int last = stripes - 1;
-        return last / WARPS * round + LAG * (last % WARPS) + chunks;
+        return Index(last / WARPS) * round + LAG * (last % WARPS) + chunks;
     }
-    // in the order of the forward; false where the warp has nothing to do in this wave
-    __device__ bool at(int wave, int warp, int& stripe, int& chunk) const {
-        int own = wave - LAG * warp;
-        if (own < 0) return false;
-        stripe = own / round * WARPS + warp;
-        chunk = own % round;
-        return stripe < stripes && chunk < chunks;
+    __device__ bool working() const { return stripe < stripes && chunk >= 0 && chunk < chunks; }
+    __device__ void end_of_wave() {
+        if (++chunk == round) {
+            chunk = 0;
+            stripe += WARPS;
+        }
+        if (WARPS == 1) __syncwarp();
+        else __syncthreads();
     }
 };
-
-__device__ __forceinline__ void end_of_wave() {
-    if (WARPS == 1) __syncwarp();
-    else __syncthreads();
-}
 
 // ---- mantissa and exponent
 
@@ -292,7 +289,7 @@ soft_dtw_forward(const X_T* a /* [B, N, D] */, Index a_stride_batch, Index a_str
     Series a_series{a + pair * a_stride_batch, int(N), D, a_stride_row, a_stride_feature};
     Series b_series{b + pair * b_stride_batch, int(M), D, b_stride_row, b_stride_feature};
     Tile& tile = tiles[warp];
-    Schedule schedule(N, M);
+    Schedule schedule(N, M, warp);
     bool keep = lanes != nullptr;
     Index row_stride = keep ? M : 0;  // not kept, one row a pair serves every stripe in turn
     rows += pair * (keep ? (schedule.stripes - 1) * M : M);
@@ -301,9 +298,11 @@ soft_dtw_forward(const X_T* a /* [B, N, D] */, Index a_stride_batch, Index a_str
     Lane lane;
 
     if (threadIdx.x == 0) not_a_number_seen = 0;
-    end_of_wave();
-    for (int wave = 0; wave < schedule.waves(); ++wave) {
-        if (schedule.at(wave, warp, at.stripe, at.chunk)) {
+    __syncthreads();
+    for (Index wave = schedule.waves(); wave > 0; --wave) {
+        if (schedule.working()) {
+            at.stripe = schedule.stripe;
+            at.chunk = schedule.chunk;
             if (at.chunk == 0) lane = before_first_column(at);
             if (keep) lanes[((pair * schedule.stripes + at.stripe) * schedule.chunks + at.chunk) * WARP + at.lane] = lane;
             costs(a_series, b_series, at, scale, tile, log2_factor);
@@ -319,7 +318,7 @@ soft_dtw_forward(const X_T* a /* [B, N, D] */, Index a_stride_batch, Index a_str
             }
             if (total != total) not_a_number_seen = 1;  // whoever writes it writes the same
         }
-        end_of_wave();
+        schedule.end_of_wave();
     }
     bool has_last_stripe = warp == (schedule.stripes - 1) % WARPS;
     if (has_last_stripe && at.row() == N - 1)
@@ -342,7 +341,7 @@ soft_dtw_backward(const Real* grad_values /* [B], or null for ones */, Index gra
     Series a_series{a + pair * a_stride_batch, int(N), D, a_stride_row, a_stride_feature};
     Series b_series{b + pair * b_stride_batch, int(M), D, b_stride_row, b_stride_feature};
     Tile& tile = tiles[warp];
-    Schedule schedule(N, M);
+    Schedule schedule(N, M, warp);
     rows += pair * (schedule.stripes - 1) * M;
     lanes += pair * schedule.stripes * schedule.chunks * WARP;
     handed_up += pair * M;
@@ -362,23 +361,23 @@ soft_dtw_backward(const Real* grad_values /* [B], or null for ones */, Index gra
         for (Index k = threadIdx.x; k < N * D; k += WARP * WARPS) grad_a[k] = start;
         return;
     }
-    end_of_wave();
-    for (int wave = 0; wave < schedule.waves(); ++wave) {
-        if (schedule.at(wave, warp, at.stripe, at.chunk)) {  // counted from the last ones
-            at.stripe = schedule.stripes - 1 - at.stripe;
-            at.chunk = schedule.chunks - 1 - at.chunk;
+    __syncthreads();
+    for (Index wave = schedule.waves(); wave > 0; --wave) {
+        if (schedule.working()) {  // from the last stripe and chunk to the first
+            at.stripe = schedule.stripes - 1 - schedule.stripe;
+            at.chunk = schedule.chunks - 1 - schedule.chunk;
             bool last_chunk = at.chunk == schedule.chunks - 1;
             if (last_chunk) flow = {Real(0), Real(0), Real(0)};
             costs(a_series, b_series, at, scale, tile, log2_factor);
             load_above(at.stripe > 0 ? rows + (at.stripe - 1) * M : nullptr, at, M, tile);
             load_below(at.stripe < schedule.stripes - 1 ? handed_up : nullptr, at, M, tile);
-            Lane lane = lanes[(at.stripe * schedule.chunks + at.chunk) * Index(WARP) + at.lane];
+            Lane lane = lanes[(Index(at.stripe) * schedule.chunks + at.chunk) * WARP + at.lane];
 #pragma unroll
             for (int t = 0; t < STEPS; ++t) advance(lane, at, t, M, log2_factor[t], tile, &weights[t]);
             alignment(flow, at, weights, tile, N, M, seed, at.stripe > 0 ? handed_up : nullptr, E);
             gradients(a_series, b_series, at, tile, E, last_chunk, grad_a, grad_b);
         }
-        end_of_wave();
+        schedule.end_of_wave();
     }
 }
 

@@ -272,7 +272,7 @@ def variants(arch):
         found += conv_variants(alike[1], [4], [1, 2, 4, 8, 16], [(True, False)])
         found += conv_variants(alike[1], [4], orders=[(False, False)])
         for dtypes in OWN_DTYPES:
-            found += conv_variants(dtypes, [4])
+            found += conv_variants(dtypes, [4], orders=[(True, False)])
         for integers in [("int32", "int64"), ("int64", "int32"), ("int64", "int64")]:
             found += update_variants(alike[1], [4], integers)
     else:

@@ -4,6 +4,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from cuseq.host import causal_conv1d as host
+from cuseq.ops.convolution import NOTHING, as_bdl, borrow_filter, check_options, check_state
 from cuseq.runtime import arrays, checks, kernels
 from cuseq.runtime.arrays import HOST, Array
 from cuseq.runtime.kernels import C_TYPES
@@ -13,7 +14,6 @@ WARP = 32
 WARPS = 4  # of a block
 RUN_FORWARD, RUN_BACKWARD = 2, 4  # positions a thread walks over where a warp reads along them
 RUN_ACROSS = 8  # the same where it reads across the channels
-WIDEST = 32
 BLOCKS_TO_FILL = 64  # on one multiprocessor
 SUM_THREADS = 128
 
@@ -162,7 +162,7 @@ def causal_conv1d_backward(
     >>> gradients.x, gradients.weight
     (array([[[11., 11.,  1.]]]), array([[3., 6.]]))
     """
-    operator = "causal_conv1d_backward"
+    operator = "causal_conv1d"  # whose counterpart in cuseq.torch has this backward
     outer = arrays.borrow("grad_y", grad_y, operator)
     call = _borrow(operator, x, weight, bias, activation, layout, seq_idx, initial_state)
     checks.shape("grad_y", outer, arrays.borrow("x", x, operator).shape, "of x", "pass one a y")
@@ -176,7 +176,7 @@ def causal_conv1d_backward(
         checks.shape(name, outer_state, (B, D, S), "(B, D, S)", "pass one a final state")
         checks.same_dtype(name, outer_state, "the state", dtypes[3])
         checks.same_device(name, outer_state, "grad_y", outer)
-    gradients = _backward(call, _as_bdl(outer, layout), outer_state)
+    gradients = _backward(call, as_bdl(outer, layout), outer_state)
     return Gradients(*(g and arrays.give_back(g, grad_y) for g in gradients))
 
 
@@ -193,11 +193,6 @@ class Call(NamedTuple):
     problem: Problem
 
 
-def _as_bdl(x, layout):
-    """An array of either layout seen as (B, D, L)."""
-    return x if layout == "bdl" else x.seen_as(0, 2, 1)
-
-
 def _empty_like(x, layout):
     """An array for what has x's shape, contiguous in the caller's layout, seen as (B, D, L)."""
     B, D, L = x.shape
@@ -206,16 +201,15 @@ def _empty_like(x, layout):
 
 
 def _borrow(operator, x, weight, bias, activation, layout, seq_idx, initial_state):
-    checks.one_of("layout", layout, ("bdl", "bld"))
-    checks.one_of("activation", activation, (None, "silu", "swish"))
+    check_options(activation, layout)
     checks.not_yet("seq_idx", seq_idx, None)
     x = arrays.borrow("x", x, operator)
     checks.floating("x", x)
     if len(x.shape) != 3:
         axes = "(B, D, L)" if layout == "bdl" else "(B, L, D)"
         raise ValueError(checks.sentence("x", f"shape {axes}", x.shape, "add or flatten axes"))
-    x = _as_bdl(x, layout)
-    weight, bias, weight_shape = filter_of(operator, x, x.shape[1], weight, bias)
+    x = as_bdl(x, layout)
+    weight, bias, weight_shape = borrow_filter(operator, x, weight, bias)
     W, S, state_dtype = weight.shape[1], weight.shape[1] - 1, x.dtype
     if initial_state is not None:
         initial_state = arrays.borrow("initial_state", initial_state, operator)
@@ -229,44 +223,6 @@ def _borrow(operator, x, weight, bias, activation, layout, seq_idx, initial_stat
     return Call(x, weight, weight_shape, bias, initial_state, silu, layout, problem)
 
 
-def filter_of(operator, x, D, weight, bias):
-    """Weight seen as (D, W) and bias (D,) or None, borrowed and checked, and weight's own shape."""
-    weight = arrays.borrow("weight", weight, operator)
-    checks.floating("weight", weight)
-    checks.same_device("weight", weight, "x", x)
-    shape = weight.shape
-    if len(shape) == 3 and shape[1] == 1:
-        weight = weight.seen_as(0, 2)
-    if len(weight.shape) != 2 or weight.shape[0] != D or not 1 <= weight.shape[1] <= WIDEST:
-        raise ValueError(
-            checks.sentence(
-                "weight",
-                f"shape (D, W) or (D, 1, W) with D = {D} and W of 1 to {WIDEST}",
-                shape,
-                "check the layout of x, which names its axes",
-            )
-        )
-    if bias is not None:
-        bias = arrays.borrow("bias", bias, operator)
-        checks.floating("bias", bias)
-        checks.shape("bias", bias, (D,), "(D,)", "pass one bias a channel, or None")
-        checks.same_device("bias", bias, "x", x)
-    return weight, bias, shape
-
-
-def check_state(name, state, x, rows, W):
-    """Refuse a state that is not (rows, D, S) with S >= W - 1 on x's device."""
-    checks.floating(name, state)
-    checks.same_device(name, state, "x", x)
-    D = x.shape[1]
-    fits = len(state.shape) == 3 and state.shape[1] == D and state.shape[2] >= W - 1
-    if not fits or (rows is not None and state.shape[0] != rows):
-        letters = f"({'P' if rows is None else rows}, {D}, S) with S >= W - 1 = {W - 1}"
-        raise ValueError(
-            checks.sentence(name, f"shape {letters}", state.shape, "keep W - 1 inputs or more")
-        )
-
-
 @lru_cache(maxsize=1024)
 def plan(problem, limits, backward=False, positions_before=0):
     """The plan of a problem on a device with these limits.
@@ -276,6 +232,7 @@ def plan(problem, limits, backward=False, positions_before=0):
     walks over as well.
     """
     B, D, L, W, _, dtypes, across, unit, _ = problem
+    across = across or L < WARP  # else a length that short leaves lanes idle
     lanes_d = min(WARP, 1 << max(D - 1, 0).bit_length()) if across else 1
     run = RUN_ACROSS if across else RUN_BACKWARD if backward else RUN_FORWARD
     stride = WARPS * (WARP // lanes_d) * run
@@ -297,16 +254,13 @@ def plan(problem, limits, backward=False, positions_before=0):
     return Plan(macros, rows * segments, WARP * WARPS, segment_length, segments)
 
 
-NOTHING = 0, 0, 0, 0  # pointer and strides of a tensor that a call does not have
-
-
 def _forward(call, with_state):
     """y, and the final state or None."""
     problem = call.problem
     B, D, L, _, S, dtypes, *_ = problem
     y = _empty_like(call.x, call.layout)
     final_state = arrays.empty((B, D, S), dtypes[3], call.x) if with_state else None
-    y_seen = _as_bdl(y, call.layout)
+    y_seen = as_bdl(y, call.layout)
     if problem.device == HOST:
         inputs = (x and x.numpy() for x in (call.x, call.weight, call.bias, call.initial_state))
         host.forward(*inputs, call.silu, y_seen.numpy(), final_state and final_state.numpy())
@@ -336,7 +290,7 @@ def _backward(call, grad_y, grad_final_state):
     grad_bias = arrays.empty((D,), dtypes[2], grad_y) if call.bias else None
     grad_initial = arrays.empty((B, D, S), dtypes[3], grad_y) if call.initial_state else None
     gradients = Gradients(grad_x, grad_weight, grad_bias, grad_initial)
-    grad_x_seen = _as_bdl(grad_x, call.layout)
+    grad_x_seen = as_bdl(grad_x, call.layout)
     inputs = call.x, call.weight, call.bias, call.initial_state
     if problem.device == HOST:
         host.backward(

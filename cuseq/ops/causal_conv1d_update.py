@@ -4,7 +4,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from cuseq.host import causal_conv1d_update as host
-from cuseq.ops.causal_conv1d import NOTHING, check_state, filter_of
+from cuseq.ops.convolution import NOTHING, as_bdl, borrow_filter, check_options, check_state
 from cuseq.runtime import arrays, checks
 from cuseq.runtime.arrays import HOST
 from cuseq.runtime.kernels import C_TYPES
@@ -87,17 +87,16 @@ def causal_conv1d_update(
     (array([[23.]]), array([[[3.]]]))
     """
     operator = "causal_conv1d_update"
-    checks.one_of("layout", layout, ("bdl", "bld"))
-    checks.one_of("activation", activation, (None, "silu", "swish"))
+    check_options(activation, layout)
     given = arrays.borrow("x", x, operator)
     checks.floating("x", given)
     tokens = _as_bdt(given, layout)
     B, D, T = tokens.shape
-    weight, bias, _ = filter_of(operator, tokens, D, weight, bias)
+    weight, bias, _ = borrow_filter(operator, tokens, weight, bias)
     W = weight.shape[1]
     pool = arrays.borrow("state", state, operator)
     check_state("state", pool, tokens, B if state_indices is None else None, W)
-    _check_writable(pool)
+    _check_writable(pool, state)
     P, _, S = pool.shape
     seqlens = _index("cache_seqlens", cache_seqlens, tokens, (0, 2**63), "a count from 0 on")
     indices = _index("state_indices", state_indices, tokens, (-(2**63), P), f"a row below P = {P}")
@@ -108,8 +107,14 @@ def causal_conv1d_update(
         views = [a and a.numpy() for a in (tokens, pool, weight, bias, seqlens, indices, y_seen)]
         host.update(*views[:4], silu, *views[4:])
     elif y.size:
-        optional = [a.dtype if a else default for a, default in _defaults(bias, seqlens, indices)]
-        dtypes = (given.dtype, weight.dtype, optional[0], pool.dtype, *optional[1:])
+        dtypes = (
+            given.dtype,
+            weight.dtype,
+            bias.dtype if bias else weight.dtype,
+            pool.dtype,
+            seqlens.dtype if seqlens else "int32",
+            indices.dtype if indices else "int32",
+        )
         how = plan(Problem(B, D, T, W, P, S, dtypes, given.device))
         args = (
             *tokens.flat,
@@ -131,12 +136,12 @@ def _as_bdt(x, layout):
     if len(x.shape) == 2:
         return x.seen_as(0, 1, None)
     if len(x.shape) == 3:
-        return x if layout == "bdl" else x.seen_as(0, 2, 1)
+        return as_bdl(x, layout)
     axes = "(B, D) or " + ("(B, D, T)" if layout == "bdl" else "(B, T, D)")
     raise ValueError(checks.sentence("x", f"shape {axes}", x.shape, "add or flatten axes"))
 
 
-def _check_writable(state):
+def _check_writable(state, given):
     if issubclass(state.library, arrays.JAX):
         raise TypeError(
             checks.sentence(
@@ -144,6 +149,15 @@ def _check_writable(state):
                 "an array that can be updated in place",
                 "a JAX array",
                 "JAX arrays are immutable; cuseq.jax.causal_conv1d_update returns the new state",
+            )
+        )
+    if issubclass(state.library, arrays.Torch) and state.owner is not given:
+        raise ValueError(
+            checks.sentence(
+                "state",
+                "a tensor without a lazy minus sign",
+                "one whose is_neg() is True",
+                "pass state.resolve_neg()",
             )
         )
     read_only = state.device == HOST and not state.library.host_view(state.owner).flags.writeable
@@ -169,11 +183,6 @@ def _index(name, values, x, bounds, expected):
         if wrong:
             raise ValueError(checks.sentence(name, expected, wrong[0], "correct this entry"))
     return array
-
-
-def _defaults(bias, seqlens, indices):
-    """The optional arrays, each with the dtype that stands in for one that is None."""
-    return (bias, "float32"), (seqlens, "int32"), (indices, "int32")
 
 
 @lru_cache(maxsize=1024)

@@ -92,7 +92,12 @@ def index_array(name, values, first, operator):
     values where they can be checked (None for an array that came on a CUDA device).
     """
     if isinstance(values, (list, tuple, range)):
-        values = np.asarray(values, dtype=np.int64 if len(values) == 0 else None)
+        try:
+            values = np.asarray(values, dtype=np.int64 if len(values) == 0 else None)
+        except ValueError as ragged:
+            raise ValueError(
+                sentence(name, "a flat sequence of integers", "a ragged one", "give one a row")
+            ) from ragged
     array = borrow(name, values, operator)
     if array.dtype not in ("int32", "int64"):
         raise TypeError(
@@ -244,7 +249,7 @@ class Torch:
     @staticmethod
     def upload(values, device):
         torch = sys.modules["torch"]
-        x = torch.tensor(values).to(torch.device("cuda", device), non_blocking=True)
+        x = torch.from_numpy(np.array(values)).to(torch.device("cuda", device), non_blocking=True)
         return Torch.borrow("", x, "")
 
     @staticmethod
@@ -273,7 +278,18 @@ class DLPack:
     def borrow(cls, name, x, operator):
         kind = int(x.__dlpack_device__()[0])
         if kind in (cls.CPU, cls.CUDA_HOST):
-            return NumPy.borrow(name, np.from_dlpack(x), operator)._replace(library=cls)
+            try:
+                view = np.from_dlpack(x)
+            except (RuntimeError, BufferError) as refused:
+                raise TypeError(
+                    sentence(
+                        name,
+                        "a host array of a dtype that NumPy takes through DLPack",
+                        f"one that it refuses ({refused})",
+                        f"pass {name} as an array of NumPy (with ml_dtypes), PyTorch or JAX",
+                    )
+                ) from refused
+            return NumPy.borrow(name, view, operator)._replace(library=cls)
         if kind in (cls.CUDA, cls.CUDA_MANAGED):
             import cupy
 

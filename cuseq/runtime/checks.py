@@ -60,14 +60,15 @@ def same_device(name, array, first_name, first):
 
 def one_of(name, value, choices):
     """Refuse an option that is none of `choices`."""
-    if not any(value is choice or value == choice for choice in choices):
+    if not (value is None or isinstance(value, str)) or value not in choices:
         listed = ", ".join(repr(choice) for choice in choices)
         raise ValueError(sentence(name, f"one of {listed}", repr(value), "choose one of these"))
 
 
 def not_yet(name, value, only):
     """Refuse an option that the interface names and that this release lacks."""
-    if value is not only and value != only:
+    same = value is only or (isinstance(value, type(only)) and value == only)
+    if not same:
         raise NotImplementedError(
             sentence(name, f"{only!r} in this release", _brief(value), f"leave {name} out for now")
         )

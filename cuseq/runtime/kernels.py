@@ -13,6 +13,8 @@ from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
 
+from cuseq.runtime.checks import sentence
+
 C_TYPES = {
     "float64": "double",
     "float32": "float",
@@ -21,6 +23,7 @@ C_TYPES = {
     "int64": "long long",
     "int32": "int",
 }
+MOST_BLOCKS = 2**31 - 1  # of a grid along x
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"\s*$')
 _in_flight = deque()  # (event, owners) of launches on memory that no stream-ordered pool guards
 _in_flight_lock = threading.Lock()
@@ -65,6 +68,10 @@ def launch(device, stream, file, function, macros, grid, block, args):
     first launch of a variant on a device.
     """
     cupy = _cupy()
+    if grid > MOST_BLOCKS:
+        raise ValueError(
+            sentence(function, f"work for up to {MOST_BLOCKS} blocks", grid, "split the batch")
+        )
     kernel = _kernel(file, function, macros)
     with cupy.cuda.Device(device):
         kernel((grid,), (block,), args, stream=_Stream(stream))

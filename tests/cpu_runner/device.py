@@ -44,7 +44,7 @@ class OnDevice(arrays.NumPy):
 
 
 def on_device(x):
-    """A copy of `x` with its strides, kept where they are 0 or negative, in the role of the device's.
+    """A copy of `x` with its strides, 0 and negative ones too, in the role of a device's array.
 
     The copy ends where the array ends, so that AddressSanitizer sees an access behind it.
     """
