@@ -226,6 +226,8 @@ ARCHS = ["sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120
 COVERED = "sm_90"  # every variant of the spread; on the others the usual ones and the largest
 WIDTHS = [*range(1, 9), 16, 32]
 LIMITS = kernels.DeviceLimits(multiprocessors=132)
+# L, whether channels lie closer than positions, and whether positions adjoin
+ALONG, ACROSS, SHORT, STRIDED = (5000, 0, 1), (5000, 1, 0), (8, 0, 1), (5000, 0, 0)
 OWN_DTYPES = [  # of x, weight, bias, state: each in each role
     ("float64", "float32", "float16", "bfloat16"),
     ("float32", "float16", "bfloat16", "float64"),
@@ -244,12 +246,12 @@ def soft_dtw_variants(batches):
             yield soft_dtw.FILE, soft_dtw.plan(problem, LIMITS).macros
 
 
-def conv_variants(dtypes, widths, channels=(64,), orders=((False, True), (True, False))):
-    """`orders` are (across, unit): whether channels lie closer, and whether positions adjoin."""
+def conv_variants(dtypes, widths, orders, channels=(64,)):
+    """`orders` are some of those below."""
     for W in widths:
         for D in channels:
-            for across, unit in orders:
-                problem = causal_conv1d.Problem(2, D, 5000, W, W - 1, dtypes, across, unit, 0)
+            for L, across, unit in orders:
+                problem = causal_conv1d.Problem(2, D, L, W, W - 1, dtypes, across, unit, 0)
                 for backward in (False, True):
                     yield causal_conv1d.FILE, causal_conv1d.plan(problem, LIMITS, backward).macros
 
@@ -267,19 +269,19 @@ def variants(arch):
     if arch == COVERED:
         found += soft_dtw_variants([1, 200, 400, 1000, 3000])
         for dtypes, widths in [(alike[0], [1, 16, 32]), (alike[1], WIDTHS)]:
-            found += conv_variants(dtypes, widths)
+            found += conv_variants(dtypes, widths, [ALONG, ACROSS])
             found += update_variants(dtypes, widths)
-        found += conv_variants(alike[1], [4], [1, 2, 4, 8, 16], [(True, False)])
-        found += conv_variants(alike[1], [4], orders=[(False, False)])
+        found += conv_variants(alike[1], [4], [SHORT, STRIDED])
+        found += conv_variants(alike[1], [4], [ACROSS, SHORT], [1, 2, 4, 8, 16])
         for dtypes in OWN_DTYPES:
-            found += conv_variants(dtypes, [4], orders=[(True, False)])
+            found += conv_variants(dtypes, [4], [ACROSS])
         for integers in [("int32", "int64"), ("int64", "int32"), ("int64", "int64")]:
             found += update_variants(alike[1], [4], integers)
     else:
         found += soft_dtw_variants([1, 3000])
-        found += conv_variants(alike[1], [32], orders=[(True, False)])
+        found += conv_variants(alike[1], [32], [ACROSS])
     for dtypes in alike:
-        found += conv_variants(dtypes, [4])
+        found += conv_variants(dtypes, [4], [ALONG, ACROSS])
         found += update_variants(dtypes, [4])
     return list(dict.fromkeys(found))
 
@@ -350,9 +352,9 @@ def test_the_spread_has_every_shape_that_plans_have():
                 problem = soft_dtw.Problem(B, N, 50, 3, dtype, 0)
                 found.append((soft_dtw.FILE, soft_dtw.plan(problem, LIMITS).macros))
         for D in (1, 2, 3, 7, 15, 30, 31, 32, 33, 64, 5000):
-            found += conv_variants(
-                ("float32",) * 4, [4], [D], [(True, False), (False, False), (False, True)]
-            )
+            for L in (1, 31, 32, 100_000):
+                orders = [(L, 0, 0), (L, 0, 1), (L, 1, 0)]
+                found += conv_variants(("float32",) * 4, [4], orders, [D])
         problem = causal_conv1d_update.Problem(B, 300, 1, 4, B, 3, ("float32",) * 6, 0)
         found.append((causal_conv1d_update.FILE, causal_conv1d_update.plan(problem).macros))
     assert shapes(found) <= shapes(variants(COVERED))

@@ -38,14 +38,22 @@ class DeviceLimits(NamedTuple):
 @cache
 def source(file):
     """The text of kernels/`file` with the text of our own headers in place of their includes."""
+    return "\n".join(_lines(file, set())) + "\n"
+
+
+def _lines(file, included):
+    """The lines of a source file, a header's where it is first included (as #pragma once)."""
     lines = [f'#line 1 "kernels/{file}"']
     for number, line in enumerate(_folder().joinpath(file).read_text("utf-8").splitlines(), 1):
-        include = _INCLUDE.match(line)
-        if include:
-            lines += [source(include[1]), f'#line {number + 1} "kernels/{file}"']
-        elif line.strip() != "#pragma once":  # each header is included once, by the .cu itself
-            lines.append(line)
-    return "\n".join(lines) + "\n"
+        header = (_INCLUDE.match(line) or [None, None])[1]
+        if header is None:
+            lines.append(line.replace("#pragma once", ""))
+        elif header in included:
+            lines.append("")
+        else:
+            included.add(header)
+            lines += [*_lines(header, included), f'#line {number + 1} "kernels/{file}"']
+    return lines
 
 
 def options(macros):

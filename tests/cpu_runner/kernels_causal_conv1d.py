@@ -108,7 +108,7 @@ def check(given, activation=None, outer=None, **how):
 
 
 @pytest.mark.parametrize(
-    "W, D, layout, place, lanes",  # lanes of a warp that lie across the channels
+    "W, D, layout, place, lanes",  # lanes of a warp across the channels, where x is not short
     [
         (1, 1, "bdl", on_device, 1),
         (2, 3, "bdl", on_device, 1),
@@ -136,7 +136,7 @@ def test_lengths(W, D, layout, place, lanes):
         with mock.patch.object(causal_conv1d, "plan", wraps=causal_conv1d.plan) as planned:
             check(given, (None, "silu")[n % 2], **how)
         macros = dict(causal_conv1d.plan(*planned.call_args.args).macros)
-        assert L <= 1 or macros["LANES_D"] == lanes
+        assert L < 32 or macros["LANES_D"] == lanes
 
 
 @pytest.mark.parametrize("layout", ["bdl", "bld"])
