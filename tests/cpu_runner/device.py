@@ -5,14 +5,22 @@ its launches run here. So everything of an operator is tested without a GPU: che
 the arguments, kernels. Every new array is filled with NaN, so what a kernel does not write shows.
 """
 
+import math
 from contextlib import contextmanager
 from unittest import mock
 
+import ml_dtypes
 import numpy as np
 
 from cuseq.runtime import arrays, kernels
 from tests import cpu_runner
 
+DTYPES = {
+    "float64": np.float64,
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+}
 LIMITS = kernels.DeviceLimits(multiprocessors=2)
 
 
@@ -57,6 +65,29 @@ def on_device(x):
     copy = np.lib.stride_tricks.as_strided(memory[-low // x.itemsize :], x.shape, x.strides)
     copy[...] = x
     return copy.view(DeviceArray)
+
+
+def normal(*shape, seed=0, dtype="float32", offset=0.0):
+    return np.random.default_rng(seed).normal(offset, 1, shape).astype(DTYPES[dtype])
+
+
+def transposed(x):
+    """On the device, in the order of Fortran."""
+    return on_device(x.T.copy().T)
+
+
+def sliced(x):
+    """On the device, every second element between NaNs, not aligned beyond an element."""
+    wide = on_device(np.full([2 * n + 1 for n in x.shape], math.nan, x.dtype))
+    inner = wide[(slice(1, None, 2),) * x.ndim]
+    inner[...] = x
+    return inner
+
+
+def reversed_axes(x):
+    """On the device, every stride negative."""
+    backwards = (slice(None, None, -1),) * x.ndim
+    return on_device(x[backwards].copy()[backwards])
 
 
 @contextmanager

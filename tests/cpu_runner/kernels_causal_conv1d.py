@@ -10,8 +10,14 @@ import cuseq
 from cuseq.ops import causal_conv1d
 from cuseq.runtime.kernels import DeviceLimits
 from tests.cpu_runner import shuffled
-from tests.cpu_runner.device import installed, on_device
-from tests.cpu_runner.kernels_soft_dtw import normal, reversed_axes, sliced, transposed
+from tests.cpu_runner.device import (
+    installed,
+    normal,
+    on_device,
+    reversed_axes,
+    sliced,
+    transposed,
+)
 from tests.oracles import causal_conv1d as oracle
 from tests.tolerances import assert_close
 

@@ -11,40 +11,19 @@ import cuseq
 from cuseq.ops import soft_dtw
 from cuseq.runtime.kernels import DeviceLimits
 from tests.cpu_runner import SANITIZED, shuffled
-from tests.cpu_runner.device import installed, on_device
+from tests.cpu_runner.device import (
+    DTYPES,
+    installed,
+    normal,
+    on_device,
+    reversed_axes,
+    sliced,
+    transposed,
+)
 from tests.oracles import soft_dtw as oracle
 from tests.tolerances import assert_close
 
-DTYPES = {
-    "float64": np.float64,
-    "float32": np.float32,
-    "float16": np.float16,
-    "bfloat16": ml_dtypes.bfloat16,
-}
 NAMES = "values", "grad_a", "grad_b"
-
-
-def normal(*shape, seed=0, dtype="float32", offset=0.0):
-    return np.random.default_rng(seed).normal(offset, 1, shape).astype(DTYPES[dtype])
-
-
-def transposed(x):
-    """On the device, in the order of Fortran."""
-    return on_device(x.T.copy().T)
-
-
-def sliced(x):
-    """On the device, every second element between NaNs, not aligned beyond an element."""
-    wide = on_device(np.full([2 * n + 1 for n in x.shape], math.nan, x.dtype))
-    inner = wide[(slice(1, None, 2),) * x.ndim]
-    inner[...] = x
-    return inner
-
-
-def reversed_axes(x):
-    """On the device, every stride negative."""
-    backwards = (slice(None, None, -1),) * x.ndim
-    return on_device(x[backwards].copy()[backwards])
 
 
 def limits_for(a, b, warps):
