@@ -39,6 +39,13 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"{count} skipped: {reason}")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def first_device():
+    """Device 0 has a context: where it has none, torch leaves a thread on the device it used."""
+    if frameworks.cuda_available():
+        frameworks.module("cupy").zeros(1)
+
+
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Fill every output and scratch with NaN before it is used, so that a gap in it shows."""

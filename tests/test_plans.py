@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from cuseq.ops import causal_conv1d, causal_conv1d_update, soft_dtw
+from cuseq.runtime import kernels
 from cuseq.runtime.kernels import DeviceLimits
 
 H200 = DeviceLimits(multiprocessors=132)
@@ -150,6 +151,13 @@ def test_a_new_length_compiles_nothing_new():
     plans = [dtw_plan(1000, N, M) for N, M in zip(LENGTHS, reversed(LENGTHS), strict=True)]
     assert len({plan.macros for plan in plans}) <= 2
     assert len({conv_plan(2, 40, L)[0].macros for L in LENGTHS}) == 1
+
+
+def test_a_grid_fits_what_cuda_can_launch():
+    """Even where each channel of each batch item is one short row."""
+    assert conv_plan(70_000, 70_000, 1)[0].grid <= kernels.MOST_BLOCKS
+    with pytest.raises(ValueError, match="^soft_dtw_forward: expected .*, got .*; split the batch"):
+        kernels.launch(0, 0, "soft_dtw.cu", "soft_dtw_forward", (), 2**31, 32, ())
 
 
 def problem_of(x, layout):

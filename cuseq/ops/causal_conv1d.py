@@ -7,7 +7,7 @@ from cuseq.host import causal_conv1d as host
 from cuseq.ops.convolution import NOTHING, as_bdl, borrow_filter, check_options, check_state
 from cuseq.runtime import arrays, checks, kernels
 from cuseq.runtime.arrays import HOST, Array
-from cuseq.runtime.kernels import C_TYPES
+from cuseq.runtime.kernels import C_TYPES, MOST_BLOCKS
 
 FILE = "causal_conv1d.cu"
 WARP = 32
@@ -232,7 +232,7 @@ def plan(problem, limits, backward=False, positions_before=0):
     walks over as well.
     """
     B, D, L, W, _, dtypes, across, unit, _ = problem
-    across = across or L < WARP  # else a length that short leaves lanes idle
+    across = across or B * D > MOST_BLOCKS  # each block takes 32 channels then
     lanes_d = min(WARP, 1 << max(D - 1, 0).bit_length()) if across else 1
     run = RUN_ACROSS if across else RUN_BACKWARD if backward else RUN_FORWARD
     stride = WARPS * (WARP // lanes_d) * run

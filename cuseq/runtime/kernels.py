@@ -75,11 +75,11 @@ def launch(device, stream, file, function, macros, grid, block, args):
     8 bytes (a pointer or a long long), a NumPy scalar is passed by its own size. Compiles at the
     first launch of a variant on a device.
     """
-    cupy = _cupy()
     if grid > MOST_BLOCKS:
         raise ValueError(
             sentence(function, f"work for up to {MOST_BLOCKS} blocks", grid, "split the batch")
         )
+    cupy = _cupy()
     kernel = _kernel(file, function, macros)
     with cupy.cuda.Device(device):
         kernel((grid,), (block,), args, stream=_Stream(stream))
