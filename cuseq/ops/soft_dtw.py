@@ -66,7 +66,8 @@ def soft_dtw(
 
     Returns:
         Values of shape (B,), or () for a single pair, as the kind of array that `a` is: float64
-        for float64 series, else float32. An empty batch gives an empty result.
+        for float64 series, else float32. An empty batch gives an empty result. On a CUDA device
+        a total cost beyond 6e8 gamma is out of range and gives inf.
 
     Raises:
         ValueError: for shapes that do not fit, an empty series, a gamma that is not above 0,
