@@ -1,8 +1,10 @@
 """PyTorch: the operators with autograd, and SoftDTWLoss. An adapter; the mathematics is in ops/.
 
-import torch, cuseq.torch
-loss = cuseq.torch.SoftDTWLoss(gamma=0.1)
-loss(prediction, target).backward()      # (B, N, D) and (B, M, D), on CUDA or the CPU
+    import torch, cuseq.torch
+    loss = cuseq.torch.SoftDTWLoss(gamma=0.1)
+    loss(prediction, target).backward()
+
+with prediction (B, N, D) and target (B, M, D) on CUDA or the CPU.
 """
 
 import torch
@@ -87,8 +89,9 @@ def soft_dtw(
 ):
     """Soft-DTW value of each pair of time series, differentiable by a and b.
 
-    Arguments, values and errors as `cuseq.soft_dtw`. A forward that is to be differentiated keeps
-    about 1.3 bytes a cell of the N x M grid for its backward.
+    Arguments, values and errors as `cuseq.soft_dtw`. A forward on CUDA that is to be
+    differentiated keeps for its backward about 1.3 bytes a cell of the N x M grid where N and M
+    are large, twice that in float64; on the CPU it keeps nothing.
 
     >>> import torch, cuseq.torch
     >>> a = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)

@@ -12,17 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-DTYPES = ["float64", "float32", "float16", "bfloat16"]
-
-
-def dtype_of(name):
-    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
-
-
-def normal(*shape, seed=0, dtype="float64", scale=1.0, offset=0.0):
-    """Random numbers, the same for the same arguments."""
-    values = np.random.default_rng(seed).normal(offset, scale, size=shape)
-    return values.astype(dtype_of(dtype))
+from tests.samples import DTYPES
 
 
 def module(name):
@@ -251,6 +241,14 @@ def over(places):
 every_place = over(PLACES)
 every_host_place = over([place for place in PLACES if place.device == "host"])
 every_cuda_place = over([place for place in PLACES if place.device == "cuda"])
+every_mixed_pair = pytest.mark.parametrize(  # two frameworks on one device
+    "places",
+    [
+        pytest.param(pair, marks=[mark for place in pair for mark in marks(place)])
+        for pair in [(NUMPY, TORCH_CPU), (TORCH_CPU, NUMPY), (TORCH_CUDA, CUPY), (CUPY, TORCH_CUDA)]
+    ],
+    ids=str,
+)
 every_place_and_dtype = pytest.mark.parametrize(
     "place, dtype",
     [

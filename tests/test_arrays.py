@@ -23,10 +23,10 @@ from tests.frameworks import (
     every_cuda_place,
     every_place,
     every_place_and_dtype,
-    normal,
     over,
 )
 from tests.oracles import soft_dtw as oracle
+from tests.samples import normal
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -13,18 +13,15 @@ from cuseq.host import causal_conv1d as host
 from tests import frameworks
 from tests.frameworks import (
     CUPY,
-    NUMPY,
-    TORCH_CPU,
     TORCH_CUDA,
     assert_same_bits,
-    dtype_of,
     every_place,
     every_place_and_dtype,
-    normal,
     over,
     run,
 )
 from tests.oracles import causal_conv1d as oracle
+from tests.samples import dtype_of, normal
 from tests.strategies import layouts, sizes
 from tests.tolerances import assert_close
 
@@ -342,14 +339,7 @@ def test_repeated_calls_give_the_same_bits(place, layout):
     assert_same_bits([call() for _ in range(20 if place.device == "cuda" else 5)])
 
 
-@pytest.mark.parametrize(
-    "places",
-    [
-        pytest.param(pair, marks=[mark for place in pair for mark in frameworks.marks(place)])
-        for pair in [(NUMPY, TORCH_CPU), (TORCH_CPU, NUMPY), (TORCH_CUDA, CUPY), (CUPY, TORCH_CUDA)]
-    ],
-    ids=str,
-)
+@frameworks.every_mixed_pair
 def test_frameworks_mix_on_one_device(places):
     """Forward gives the kind of x, backward the kind of grad_y."""
     size = 2, 3, 19, 4, 4

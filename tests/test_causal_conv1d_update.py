@@ -19,10 +19,10 @@ from tests.frameworks import (
     every_place,
     every_place_and_dtype,
     home_of_state,
-    normal,
     over,
 )
 from tests.oracles import causal_conv1d_update as oracle
+from tests.samples import normal
 from tests.strategies import layouts
 from tests.tolerances import assert_close
 
@@ -294,14 +294,7 @@ def test_follows_the_current_stream(place, ring):
     frameworks.assert_follows_the_stream(place, update, *given_arrays.values(), starts, indices)
 
 
-@pytest.mark.parametrize(
-    "places",
-    [
-        pytest.param(pair, marks=[mark for place in pair for mark in frameworks.marks(place)])
-        for pair in [(NUMPY, TORCH_CPU), (TORCH_CPU, NUMPY), (TORCH_CUDA, CUPY), (CUPY, TORCH_CUDA)]
-    ],
-    ids=str,
-)
+@frameworks.every_mixed_pair
 def test_frameworks_mix_on_one_device(places):
     first, second = places
     given_arrays = arguments(3, 2, 3, 4, 4)

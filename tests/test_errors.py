@@ -21,9 +21,9 @@ from tests.frameworks import (
     every_cuda_place,
     every_place,
     home_of_state,
-    normal,
     over,
 )
+from tests.samples import normal
 
 
 @pytest.fixture(autouse=True)

@@ -12,21 +12,12 @@ from cuseq.host import causal_conv1d, causal_conv1d_update, soft_dtw
 from tests.oracles import causal_conv1d as conv_oracle
 from tests.oracles import causal_conv1d_update as update_oracle
 from tests.oracles import soft_dtw as dtw_oracle
+from tests.samples import DTYPES, dtype_of, normal
 from tests.tolerances import assert_close
 
 pytestmark = pytest.mark.filterwarnings("error")
 
-DTYPES = ["float64", "float32", "float16", "bfloat16"]
 LAYOUTS = ["contiguous", "transposed", "sliced", "reversed"]
-
-
-def dtype_of(name):
-    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
-
-
-def normal(*shape, seed=0, dtype="float64", scale=1.0, offset=0.0):
-    values = np.random.default_rng(seed).normal(offset, scale, size=shape)
-    return values.astype(dtype_of(dtype))
 
 
 def laid_out(array, layout):

@@ -21,10 +21,7 @@ def test_readme_has_an_example_for_each_framework():
 
 @pytest.mark.parametrize(
     "block",
-    [
-        pytest.param(block, marks=[pytest.mark.gpu] if "cupy" in block else [])
-        for block in BLOCKS
-    ],
+    [pytest.param(block, marks=[pytest.mark.gpu] if "cupy" in block else []) for block in BLOCKS],
     ids=lambda block: block.splitlines()[0],
 )
 def test_readme_example_runs(block):

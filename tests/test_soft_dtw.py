@@ -16,19 +16,16 @@ from cuseq.runtime import kernels
 from tests import frameworks
 from tests.frameworks import (
     CUPY,
-    DTYPES,
-    NUMPY,
-    TORCH_CPU,
     TORCH_CUDA,
     assert_same_bits,
     every_cuda_place,
     every_place,
     every_place_and_dtype,
-    normal,
     over,
     run,
 )
 from tests.oracles import soft_dtw as oracle
+from tests.samples import DTYPES, normal
 from tests.strategies import layouts, sizes
 from tests.tolerances import assert_close
 
@@ -244,14 +241,7 @@ def test_repeated_calls_give_the_same_bits(place):
     assert_same_bits([run_both(place, a, b) for _ in range(times)])
 
 
-@pytest.mark.parametrize(
-    "places",
-    [
-        pytest.param(pair, marks=[mark for place in pair for mark in frameworks.marks(place)])
-        for pair in [(NUMPY, TORCH_CPU), (TORCH_CPU, NUMPY), (TORCH_CUDA, CUPY), (CUPY, TORCH_CUDA)]
-    ],
-    ids=str,
-)
+@frameworks.every_mixed_pair
 def test_frameworks_mix_on_one_device(places):
     a, b, expected = random_case(1, 33, 31, 4, "float32")
     of_a, of_b = places

@@ -5,8 +5,9 @@ import pytest
 
 import cuseq
 from tests import frameworks
-from tests.frameworks import TORCH_CPU, TORCH_CUDA, normal, over
+from tests.frameworks import TORCH_CPU, TORCH_CUDA, over
 from tests.oracles import soft_dtw as dtw_oracle
+from tests.samples import normal
 from tests.tolerances import assert_close
 
 torch = pytest.importorskip("torch")

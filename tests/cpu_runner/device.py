@@ -7,20 +7,15 @@ the arguments, kernels. Every new array is filled with NaN, so what a kernel doe
 
 import math
 from contextlib import contextmanager
+from functools import partial
 from unittest import mock
 
-import ml_dtypes
 import numpy as np
 
 from cuseq.runtime import arrays, kernels
-from tests import cpu_runner
+from tests import cpu_runner, samples
 
-DTYPES = {
-    "float64": np.float64,
-    "float32": np.float32,
-    "float16": np.float16,
-    "bfloat16": ml_dtypes.bfloat16,
-}
+normal = partial(samples.normal, dtype="float32")
 LIMITS = kernels.DeviceLimits(multiprocessors=2)
 
 
@@ -65,10 +60,6 @@ def on_device(x):
     copy = np.lib.stride_tricks.as_strided(memory[-low // x.itemsize :], x.shape, x.strides)
     copy[...] = x
     return copy.view(DeviceArray)
-
-
-def normal(*shape, seed=0, dtype="float32", offset=0.0):
-    return np.random.default_rng(seed).normal(offset, 1, shape).astype(DTYPES[dtype])
 
 
 def transposed(x):

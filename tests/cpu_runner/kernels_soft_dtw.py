@@ -12,7 +12,6 @@ from cuseq.ops import soft_dtw
 from cuseq.runtime.kernels import DeviceLimits
 from tests.cpu_runner import SANITIZED, shuffled
 from tests.cpu_runner.device import (
-    DTYPES,
     installed,
     normal,
     on_device,
@@ -21,6 +20,7 @@ from tests.cpu_runner.device import (
     transposed,
 )
 from tests.oracles import soft_dtw as oracle
+from tests.samples import DTYPES, dtype_of
 from tests.tolerances import assert_close
 
 NAMES = "values", "grad_a", "grad_b"
@@ -242,8 +242,8 @@ def test_an_infinite_total_has_no_gradient(dtype):
 @pytest.mark.parametrize("share", [1e-19, 0.9])
 def test_paths_go_round_infinite_costs(dtype, share):
     """Costs of opposite series overflow off the diagonal, and even their differences may."""
-    big = float(ml_dtypes.finfo(DTYPES[dtype]).max) * share
-    a = np.array([[[-big], [-big], [big]]], DTYPES[dtype])
+    big = float(ml_dtypes.finfo(dtype_of(dtype)).max) * share
+    a = np.array([[[-big], [-big], [big]]], dtype_of(dtype))
     values, grad_a, grad_b = run(a, a.copy())
     assert_close(values, [-math.log(3)], "soft_dtw.values")
     assert not grad_a.any() and not grad_b.any()
@@ -252,8 +252,8 @@ def test_paths_go_round_infinite_costs(dtype, share):
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_totals_within_the_exponents(dtype):
     """A hundred equal costs down one column, 5e8 gamma in all."""
-    a = np.full((1, 100, 1), math.sqrt(5e8 / 100), DTYPES[dtype])
-    check(a, np.zeros((1, 1, 1), DTYPES[dtype]))
+    a = np.full((1, 100, 1), math.sqrt(5e8 / 100), dtype_of(dtype))
+    check(a, np.zeros((1, 1, 1), dtype_of(dtype)))
 
 
 @pytest.mark.parametrize("gamma", [1e-45, 1e-300])
