@@ -1,4 +1,4 @@
-"""The NumPy operators against the oracles, on sizes, dtypes and layouts that tend to break."""
+"""The NumPy convolutions against the oracles, on sizes, dtypes and layouts that tend to break."""
 
 import math
 
@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuseq.host import causal_conv1d, causal_conv1d_update, soft_dtw
+from cuseq.host import causal_conv1d, causal_conv1d_update
 from tests.oracles import causal_conv1d as conv_oracle
 from tests.oracles import causal_conv1d_update as update_oracle
-from tests.oracles import soft_dtw as dtw_oracle
 from tests.samples import DTYPES, dtype_of, normal
 from tests.tolerances import assert_close
 
@@ -44,157 +43,6 @@ def read_only(array, layout="contiguous"):
 def poisoned(shape, dtype, layout="contiguous"):
     """An output full of NaN, so that an element left unwritten shows."""
     return laid_out(np.full(shape, math.nan, dtype_of(dtype)), layout)
-
-
-def values_dtype(a):
-    return "float64" if a.dtype == np.float64 else "float32"
-
-
-def run_soft_dtw(a, b, gamma, grad_values=None, layout="contiguous"):
-    """values, grad_a, grad_b from backward; forward must give the same values."""
-    a, b = read_only(a, layout), read_only(b, layout)
-    B = max(len(a), len(b)) if min(len(a), len(b)) else 0
-    values = poisoned((B,), values_dtype(a), layout)
-    from_backward = poisoned((B,), values_dtype(a), layout)
-    grad_a = poisoned(a.shape, a.dtype.name, layout)
-    grad_b = poisoned(b.shape, b.dtype.name, layout)
-    soft_dtw.forward(a, b, gamma, values)
-    soft_dtw.backward(grad_values, a, b, gamma, from_backward, grad_a, grad_b)
-    np.testing.assert_array_equal(values, from_backward)
-    return values, grad_a, grad_b
-
-
-def check_soft_dtw(a, b, gamma, grad_values=None, layout="contiguous"):
-    actual = run_soft_dtw(a, b, gamma, grad_values, layout)
-    expected = dtw_oracle.batch(a, b, gamma, grad_values)
-    # The oracle's own weights are good to eps |R| / gamma.
-    exponent = np.abs(expected[0]).max(initial=0.0) / gamma
-    values_scale = {"scale": np.abs(expected[0]).max(initial=0.0) + gamma}
-    assert_close(actual[0], expected[0], "soft_dtw.values", **values_scale)
-    for got, wanted, name in zip(actual[1:], expected[1:], ["grad_a", "grad_b"], strict=True):
-        assert_close(got, wanted, f"soft_dtw.{name}", exponent=exponent)
-
-
-@pytest.mark.parametrize("N, M", [(1, 1), (1, 5), (6, 1), (2, 2), (7, 11), (13, 4), (24, 24)])
-@pytest.mark.parametrize("D", [1, 3])
-def test_soft_dtw_sizes(N, M, D):
-    check_soft_dtw(normal(3, N, D), normal(3, M, D, seed=1), 1.0)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_soft_dtw_dtypes_and_layouts(dtype, layout):
-    a, b = normal(2, 6, 3, dtype=dtype), normal(2, 9, 3, seed=1, dtype=dtype)
-    check_soft_dtw(a, b, 0.5, normal(2, seed=2), layout)
-
-
-@pytest.mark.parametrize("gamma", [1e-3, 1e-2, 0.1, 1.0, 10.0])
-@pytest.mark.parametrize("offset", [0.0, 1000.0])
-def test_soft_dtw_gammas_and_offsets(gamma, offset):
-    a = normal(2, 15, 2, offset=offset)
-    b = normal(2, 19, 2, seed=1, offset=offset)
-    check_soft_dtw(a, b, gamma)
-    check_soft_dtw(a.astype(np.float32), b.astype(np.float32), gamma)
-
-
-@pytest.mark.parametrize("batch_a, batch_b", [(1, 4), (4, 1), (1, 1)])
-def test_soft_dtw_broadcasts_a_batch_of_1(batch_a, batch_b):
-    a, b = normal(batch_a, 5, 2), normal(batch_b, 7, 2, seed=1)
-    check_soft_dtw(a, b, 1.0, normal(max(batch_a, batch_b), seed=2))
-
-
-def test_soft_dtw_reads_broadcast_strides():
-    a = np.broadcast_to(normal(1, 6, 1), (3, 6, 2))
-    b = np.broadcast_to(normal(2, seed=1), (3, 4, 2))
-    check_soft_dtw(a, b, 1.0, np.broadcast_to(np.float64(0.5), 3))
-
-
-def test_soft_dtw_without_pairs_or_features():
-    values, grad_a, grad_b = run_soft_dtw(normal(0, 3, 2), normal(0, 4, 2), 1.0)
-    assert values.shape == (0,)
-    values, grad_a, grad_b = run_soft_dtw(normal(1, 3, 2), normal(0, 4, 2), 1.0)
-    assert not grad_a.any()
-    values, grad_a, grad_b = run_soft_dtw(normal(2, 3, 0), normal(2, 4, 0), 2.0)
-    expected = -2 * math.log(dtw_oracle.delannoy(2, 3))
-    assert_close(values, [expected, expected], "soft_dtw.values")
-
-
-def test_soft_dtw_in_slabs_of_one_pair(monkeypatch):
-    a, b = normal(4, 5, 2), normal(1, 7, 2, seed=1)
-    whole = run_soft_dtw(a, b, 1.0)
-    monkeypatch.setattr(soft_dtw, "SLAB_BYTES", 1)
-    for got, wanted, name in zip(
-        run_soft_dtw(a, b, 1.0), whole, ["values", "grad_a", "grad_b"], strict=True
-    ):
-        assert_close(got, wanted, f"soft_dtw.{name}")
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_soft_dtw_nan_stays_in_its_pair(dtype):
-    a, b = normal(3, 6, 2, dtype=dtype), normal(3, 5, 2, seed=1, dtype=dtype)
-    clean = run_soft_dtw(a, b, 1.0)
-    a[1, 3, 0] = math.nan
-    for got, wanted in zip(run_soft_dtw(a, b, 1.0), clean, strict=True):
-        assert np.isnan(got[1]).all()
-        np.testing.assert_array_equal(got[[0, 2]], wanted[[0, 2]])
-
-
-@pytest.mark.parametrize("N, M", [(1, 1), (3, 1), (1, 3)])
-def test_soft_dtw_nan_in_a_last_point_spoils_every_gradient(N, M):
-    a, b = normal(1, N, 2), normal(1, M, 2, seed=1)
-    a[0, -1, 0] = math.nan
-    for got in run_soft_dtw(a, b, 1.0):
-        assert np.isnan(got).all()
-
-
-def test_soft_dtw_nan_reaches_a_shared_series():
-    a, b = normal(1, 4, 2), normal(3, 5, 2, seed=1)
-    b[2, 0, 1] = math.nan
-    values, grad_a, grad_b = run_soft_dtw(a, b, 1.0)
-    assert np.isnan(values).tolist() == [False, False, True]
-    assert np.isnan(grad_a).all()
-    assert np.isnan(grad_b).all(axis=(1, 2)).tolist() == [False, False, True]
-    assert np.isfinite(grad_b[:2]).all()
-
-
-def test_soft_dtw_infinite_total_has_no_gradient():
-    a, b = normal(3, 6, 2), normal(3, 5, 2, seed=1)
-    clean = run_soft_dtw(a, b, 1.0)
-    a[0, 2, 1] = math.inf
-    a[2] = 1e200
-    for got, wanted, of_infinite in zip(
-        run_soft_dtw(a, b, 1.0), clean, [math.inf, 0, 0], strict=True
-    ):
-        assert (got[[0, 2]] == of_infinite).all()
-        np.testing.assert_array_equal(got[1], wanted[1])
-
-
-def test_soft_dtw_total_beyond_float32_is_infinite():
-    a, b = np.full((1, 2, 1), 1e20, np.float32), np.zeros((1, 2, 1), np.float32)
-    values, grad_a, grad_b = run_soft_dtw(a, b, 1.0)
-    assert values == math.inf
-    assert not grad_a.any() and not grad_b.any()
-
-
-@pytest.mark.parametrize("big", [1e160, 1.7e308])
-def test_soft_dtw_goes_round_infinite_cells(big):
-    """Costs of opposite series overflow off the diagonal, and even their differences may."""
-    a = np.array([[[-big], [-big], [big]]])
-    values, grad_a, grad_b = run_soft_dtw(a, a.copy(), 1.0)
-    assert_close(values, [-math.log(3)], "soft_dtw.values")
-    assert not grad_a.any() and not grad_b.any()
-
-
-@pytest.mark.parametrize("gamma", [1e-3, 1.0])
-def test_soft_dtw_long_series_keep_their_digits(gamma):
-    """Translating both series changes nothing, and neither does reversing them."""
-    a, b = normal(1, 200, 1).cumsum(axis=1), normal(1, 170, 1, seed=1).cumsum(axis=1)
-    values, grad_a, grad_b = run_soft_dtw(a, b, gamma)
-    assert_close(grad_a.sum(), -grad_b.sum(), "soft_dtw.grad_sum", scale=np.abs(grad_a).sum())
-    turned = run_soft_dtw(a[:, ::-1], b[:, ::-1], gamma)
-    assert_close(turned[0], values, "soft_dtw.values")
-    assert_close(turned[1][:, ::-1], grad_a, "soft_dtw.grad_a")
-    assert_close(turned[2][:, ::-1], grad_b, "soft_dtw.grad_b")
 
 
 def conv_arguments(B, D, L, W, S, dtype="float64", with_bias=True, with_state=True):

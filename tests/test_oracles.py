@@ -102,12 +102,19 @@ def test_soft_dtw_lies_below_dtw_by_at_most_the_number_of_paths(N, M, gamma):
     assert dtw - entropy - rounding <= value <= dtw + rounding
 
 
-def test_slope_in_gamma_is_the_entropy():
-    C, gamma = normal(5, 6) ** 2, 0.7
-    E = soft_dtw.alignment(C, gamma)
+@pytest.mark.parametrize("gamma", GAMMAS)
+def test_slope_in_gamma_is_minus_the_entropy_of_the_paths(gamma):
+    C = normal(3, 4) ** 2
+    costs = np.array([sum(C[cell] for cell in path) for path in soft_dtw.paths(3, 4)])
+    P = np.exp((costs.min() - costs) / gamma)
+    P /= P.sum()
+    entropy = -(P * np.log(P, out=np.zeros_like(P), where=P > 0)).sum()
+    slope = soft_dtw.gamma_gradient(C, gamma)
+    assert_close(slope, -entropy, "soft_dtw.grad_gamma", scale=C.sum() / gamma)
     above, below = soft_dtw.value(C, gamma + STEP), soft_dtw.value(C, gamma - STEP)
-    expected = (soft_dtw.value(C, gamma) - (E * C).sum()) / gamma
-    assert_close((above - below) / (2 * STEP), expected, "central_difference.grad_gamma")
+    scale = max(1.0, gamma**-2)  # of the third derivative
+    quotient = (above - below) / (2 * STEP)
+    assert_close(quotient, slope, "central_difference.grad_gamma", scale=scale)
 
 
 def test_an_infinite_cost_forbids_its_cell():
@@ -123,20 +130,174 @@ def test_an_infinite_cost_forbids_its_cell():
     assert not soft_dtw.alignment(C, 1.0).any()
 
 
+@pytest.mark.parametrize("N, M", SIZES)
+def test_hard_dtw_is_one_cheapest_path(N, M):
+    C = normal(N, M)
+    costs = {tuple(path): sum(C[cell] for cell in path) for path in soft_dtw.paths(N, M)}
+    cheapest = min(costs, key=costs.get)
+    assert_close(soft_dtw.value(C, 0), costs[cheapest], "soft_dtw.value", scale=np.abs(C).sum())
+    assert list(map(tuple, np.argwhere(soft_dtw.alignment(C, 0)))) == sorted(cheapest)
+    assert soft_dtw.gamma_gradient(C, 0) == 0
+
+
+def test_ties_of_hard_dtw_go_to_the_diagonal_then_up():
+    assert soft_dtw.alignment(np.zeros((3, 3)), 0).tolist() == np.eye(3).tolist()
+    assert soft_dtw.alignment(np.zeros((2, 4)), 0).tolist() == [[1, 1, 1, 0], [0, 0, 0, 1]]
+    C = np.zeros((3, 3))
+    C[1, 1] = 1
+    assert soft_dtw.alignment(C, 0).tolist() == [[1, 1, 0], [0, 0, 1], [0, 0, 1]]
+
+
+X, Y = [3.0, 0.0, -1.0], [1.0, -2.0, -1.0]
+BY_HAND = {
+    "sqeuclidean": 8,
+    "euclidean": math.sqrt(8),
+    "cityblock": 4,
+    "cosine": 1 - 4 / math.sqrt(10 * 6),
+}
+
+
+@pytest.mark.parametrize("kind", BY_HAND)
+def test_costs_by_hand(kind):
+    C = soft_dtw.cost(np.array([X, Y]), np.array([Y, X, X]), kind)
+    there = BY_HAND[kind]
+    assert_close(C, [[there, 0, 0], [0, there, there]], "soft_dtw.cost")
+    scaled = soft_dtw.cost(1000 * np.array([X]), np.array([Y]), "cosine")
+    assert_close(scaled, [[BY_HAND["cosine"]]], "soft_dtw.cost")
+
+
+@pytest.mark.parametrize("kind", BY_HAND)
+def test_infinite_points_cost_infinity_and_nan_points_nan(kind):
+    spoiled = np.array([[math.inf, 1], [-math.inf, 1], [math.nan, math.inf]])
+    C = soft_dtw.cost(np.array([[1.0, 2.0], [math.inf, 1], [1, math.nan]]), spoiled, kind)
+    np.testing.assert_array_equal(C[:2], [[math.inf, math.inf, math.nan]] * 2)
+    assert np.isnan(C[2]).all()
+
+
+def test_the_cosine_of_a_zero_vector_is_nan():
+    C = soft_dtw.cost(np.array([[0.0, 0.0], [1.0, 0.0]]), np.array([[0, 2.0], [0, 0]]), "cosine")
+    np.testing.assert_array_equal(C, [[math.nan, math.nan], [1, math.nan]])
+    values, grad_a, grad_b = soft_dtw.batch(
+        np.zeros((1, 2, 1)), np.ones((1, 3, 1)), 1.0, cost="cosine"
+    )
+    assert np.isnan(values).all() and np.isnan(grad_a).all() and np.isnan(grad_b).all()
+
+
 @pytest.mark.parametrize("N, M, D", [(1, 1, 1), (1, 3, 2), (4, 3, 1), (5, 6, 3)])
 @pytest.mark.parametrize("gamma", GAMMAS)
-def test_soft_dtw_gradients_by_central_differences(N, M, D, gamma):
+@pytest.mark.parametrize("cost", BY_HAND)
+def test_soft_dtw_gradients_by_central_differences(N, M, D, gamma, cost):
     a, b = normal(2, N, D, seed=1), normal(1, M, D, seed=2)
     grad_values = normal(2, seed=3)
 
     def objective():
-        return grad_values @ soft_dtw.batch(a, b, gamma)[0]
+        return grad_values @ soft_dtw.batch(a, b, gamma, cost=cost)[0]
 
-    _, grad_a, grad_b = soft_dtw.batch(a, b, gamma, grad_values)
+    _, grad_a, grad_b = soft_dtw.batch(a, b, gamma, grad_values, cost=cost)
     for name, x, grad in [("grad_a", a, grad_a), ("grad_b", b, grad_b)]:
         scale = max(1.0, np.abs(grad).max() / gamma)
         quotients = central_differences(objective, x)
         assert_close(quotients, grad, f"central_difference.{name}", scale=scale)
+
+
+def test_bands_by_hand():
+    assert soft_dtw.inside(3, 3, 0).tolist() == np.eye(3, dtype=bool).tolist()
+    band = ["xx...", "xxx..", ".xxx.", "..xxx", "...xx"]
+    assert soft_dtw.inside(5, 5, 1).tolist() == [[cell == "x" for cell in row] for row in band]
+    wider = ["xxx.", ".xxx"]
+    assert soft_dtw.inside(2, 4, 0).tolist() == [[cell == "x" for cell in row] for row in wider]
+    assert soft_dtw.inside(4, 2, 0).tolist() == soft_dtw.inside(2, 4, 0).T.tolist()
+    assert soft_dtw.inside(1, 3, 0).all() and soft_dtw.inside(4, 4, 3).all()
+    assert soft_dtw.inside(2, 2, None).all()
+
+
+@pytest.mark.parametrize("N, M", SIZES)
+@pytest.mark.parametrize("radius", [0, 1, 4])
+@pytest.mark.parametrize("gamma", [0, 0.5])
+def test_a_band_keeps_the_paths_inside_of_it(N, M, radius, gamma):
+    C = normal(1, N, M) ** 2
+    values, grad_C = soft_dtw.batch_from_cost(C, gamma, bandwidth=radius)
+    allowed = soft_dtw.inside(N, M, radius)
+    value, E = soft_dtw.brute_force(C[0], gamma or 1e-5, allowed)
+    assert_close(values, [value], "soft_dtw.values", scale=C.sum() + gamma)
+    assert_close(grad_C, [E], "soft_dtw.alignment", exponent=C.sum() / (gamma or 1))
+
+
+@pytest.mark.parametrize("cost", BY_HAND)
+def test_lengths_cut_the_series(cost):
+    a, b = normal(3, 5, 2), normal(3, 6, 2, seed=1)
+    gamma, bandwidth, grad_values = [0.5, 0, 2.0], [1, 2, 0], normal(3, seed=2)
+    lengths = {"lengths_a": [5, 2, 1], "lengths_b": [3, 6, 1]}
+    a[1, 2:] = a[2, 1:] = b[0, 3:] = b[2, 1:] = math.nan
+    values, grad_a, grad_b = soft_dtw.batch(
+        a, b, gamma, grad_values, cost=cost, bandwidth=bandwidth, **lengths
+    )
+    for pair, (n, m) in enumerate(zip(*lengths.values(), strict=True)):
+        alone = soft_dtw.batch(
+            a[pair : pair + 1, :n],
+            b[pair : pair + 1, :m],
+            gamma[pair],
+            grad_values[pair : pair + 1],
+            cost=cost,
+            bandwidth=bandwidth[pair],
+        )
+        assert values[pair] == alone[0]
+        np.testing.assert_array_equal(grad_a[pair, :n], alone[1][0])
+        np.testing.assert_array_equal(grad_b[pair, :m], alone[2][0])
+        assert not grad_a[pair, n:].any() and not grad_b[pair, m:].any()
+
+
+def test_soft_dtw_gradients_of_given_costs_by_central_differences():
+    C, grad_values = normal(3, 4, 5), normal(3, seed=1)
+    options = {"bandwidth": [0, 1, 9], "lengths_a": [4, 3, 4], "lengths_b": [5, 5, 2]}
+
+    def objective():
+        return grad_values @ soft_dtw.batch_from_cost(C, [0.5, 1, 2], **options)[0]
+
+    _, grad_C = soft_dtw.batch_from_cost(C, [0.5, 1, 2], grad_values, **options)
+    assert_close(central_differences(objective, C), grad_C, "central_difference.grad_C", scale=4.0)
+
+
+def test_given_costs_that_are_not_finite():
+    """NaN spoils its sample where it is read, -inf is NaN, +inf forbids its cell."""
+    C = np.zeros((6, 3, 3))
+    C[0, 0, 2] = math.nan  # outside of the band
+    C[1, 2, 2] = -math.inf  # beyond the length
+    C[2, 0, 1] = math.nan
+    C[3, 1, 0] = -math.inf
+    C[4, 1, 1] = math.inf
+    C[5, 1, :] = C[5, 0, 2] = math.inf
+    lengths = [3, 2, 3, 3, 3, 3]
+    values, grad_C = soft_dtw.batch_from_cost(
+        C, 1.0, bandwidth=1, lengths_a=lengths, lengths_b=lengths
+    )
+    assert np.isnan(values).tolist() == [False, False, True, True, False, False]
+    assert values[5] == math.inf
+    band = soft_dtw.inside(3, 3, 1)
+    assert np.isfinite(grad_C[[0, 1, 4]]).all()
+    assert np.isnan(grad_C[2:4, band]).all() and not grad_C[2:4, ~band].any()
+    assert grad_C[4, 1, 1] == 0 and not grad_C[5].any()
+
+
+def test_soft_dtw_beyond_the_dtype_is_infinite():
+    a, b = np.array([[[1e20]], [[1]]]), np.zeros((2, 1, 1))
+    values, grad_a, _ = soft_dtw.batch(a, b, 1.0)
+    assert_close(values, [1e40, 1], "soft_dtw.values")
+    assert grad_a.tolist() == [[[2e20]], [[2]]]
+    values, grad_a, _ = soft_dtw.batch(a.astype(np.float32), b.astype(np.float32), 1.0)
+    assert values.tolist() == [math.inf, 1]
+    assert grad_a.tolist() == [[[0]], [[2]]]
+
+
+def test_infinite_points_and_nan_points_of_a_batch():
+    a, b = normal(4, 3, 2), normal(4, 3, 2, seed=1)
+    a[1, 1, 0] = b[1, 2, 0] = math.inf
+    a[2, 1, 0], b[2, 2, 0] = math.inf, math.nan
+    a[3, 0, 0] = math.inf
+    values, *gradients = soft_dtw.batch(a, b, 1.0, lengths_a=[3, 3, 3, 1])
+    np.testing.assert_array_equal(values[1:], [math.inf, math.nan, math.inf])
+    for grad in gradients:
+        assert not grad[[1, 3]].any() and np.isnan(grad[2]).all() and np.isfinite(grad[0]).all()
 
 
 def column(values):

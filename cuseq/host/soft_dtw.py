@@ -1,157 +1,247 @@
 """Soft-DTW in NumPy.
 
-    C[i, j] = sum_d (a[i, d] - b[j, d])^2
-    R[i, j] = C[i, j] + softmin(R[i-1, j-1], R[i-1, j], R[i, j-1]),   value = R[N-1, M-1]
-    softmin(r) = -gamma log sum exp(-r / gamma)
+    R[i, j] = C[i, j] + softmin(R[i-1, j-1], R[i-1, j], R[i, j-1]),   value = R[n-1, m-1]
+    softmin(r) = -gamma log sum exp(-r / gamma),   the minimum for gamma = 0
 
-R[-1, -1] = 0, and every other cell outside the table is infinite. With the three softmin weights
-P of each cell, the expected alignment E = d value / d C flows from the last cell back along them,
-E[predecessor] += P E[cell], and
+for a pair of lengths n and m. R[-1, -1] = 0, and every other cell outside the table or the band is
+infinite. With the three softmin weights P of each cell and their entropy H = -sum P log P, the
+expected alignment E = d value / d C flows from the last cell back, and -d R / d gamma forward:
 
-    grad_a[i] = sum_j E[i, j] 2 (a[i] - b[j]),   grad_b[j] = -sum_i E[i, j] 2 (a[i] - b[j]).
+    E[predecessor] += P E[cell],   T[cell] = H + sum P T[predecessor],   d value / d gamma = -T
 
 The cells of an anti-diagonal d = i + j do not depend on each other: each step computes one
-diagonal of every pair of the batch. All arithmetic is in float64, whatever the dtypes.
+diagonal of every pair of a slab. All arithmetic is in float64, whatever the dtypes.
+
+A NaN (a cost of -inf is one) within the lengths and the band of a pair makes its value and its
+gradients NaN. A pair with no finite path has the value +inf, and a pair whose value is infinite in
+its dtype has gradient 0. Gradients beyond the lengths or the band are 0, whatever lies there.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 
-SLAB_BYTES = 256 * 2**20
+from cuseq.host import costs
+from cuseq.host.slabs import fill_outside, of_slab, slabs
 
 
-@np.errstate(all="ignore")
-def forward(a, b, gamma, values):
-    """Write the soft-DTW of each pair to `values`, in memory O(B (N + M)) beyond the inputs.
+class Pairs(NamedTuple):
+    """The pairs of a call: B pairs of series of lengths up to N and M, or their costs.
 
-    a (B or 1, N, D), b (B or 1, M, D): any of the four float dtypes; gamma > 0; values (B,).
-    A NaN in a pair gives NaN for that pair; a pair with no finite path gives +inf.
+    a, b and C have any of the four float dtypes and any strides.
     """
-    (_, N, D), M = a.shape, b.shape[1]
-    series_and_diagonals = 8 * (N + M) * (2 * D + 16)
-    for pairs in _slabs(len(values), series_and_diagonals):
-        values[pairs] = _values(_take(a, pairs), _take(b, pairs), gamma)
+
+    a: np.ndarray | None  # (B or 1, N, D), or None where the costs are given
+    b: np.ndarray | None  # (B or 1, M, D)
+    C: np.ndarray | None  # (B, N, M)
+    cost: str  # "sqeuclidean", "euclidean", "cityblock" or "cosine"; not read where C is given
+    gamma: np.ndarray  # (B,) float64, >= 0
+    bandwidth: np.ndarray | None  # (B,) int64, >= 0
+    lengths_a: np.ndarray | None  # (B,) int64, 1 to N
+    lengths_b: np.ndarray | None  # (B,) int64, 1 to M
+
+    @property
+    def sizes(self):
+        """N, M and D; a given cost has no features."""
+        if self.C is not None:
+            return *self.C.shape[1:], 0
+        return self.a.shape[1], *self.b.shape[1:]
 
 
 @np.errstate(all="ignore")
-def backward(grad_values, a, b, gamma, values, grad_a, grad_b):
+def forward(pairs, values):
+    """Write the values (B,), in memory O(B (N + M)) beyond the inputs."""
+    for chosen, slab in slabs(pairs):
+        in_float64 = np.empty(len(slab.gamma))
+        for _ in _sweep(slab, in_float64):
+            pass
+        values[chosen] = in_float64
+
+
+@np.errstate(all="ignore")
+def backward(grad_values, pairs, values, grad_a, grad_b):
     """Write the values, and the gradients of sum_b grad_values[b] values[b] to grad_a and grad_b.
 
-    Arguments as in `forward`; grad_values (B,), or None for ones; grad_a and grad_b have the
-    shapes of a and b, and a gradient is summed over the batch where its series was broadcast.
-    A pair whose value is NaN has NaN gradients, a pair whose value is infinite has gradient 0.
+    grad_values (B,), or None for ones; grad_a and grad_b have the shapes of a and b, and a
+    gradient is summed over the batch where its series was broadcast.
     """
-    (_, N, D), M = a.shape, b.shape[1]
-    softmin_weights = 3 * 8 * N * M
-    E_end = np.ones(len(values)) if grad_values is None else grad_values.astype(np.float64)
     sum_a, sum_b = np.zeros(grad_a.shape), np.zeros(grad_b.shape)
-    for pairs in _slabs(len(values), softmin_weights + 8 * (N + M) * (4 * D + 16)):
-        a64, b64 = _take(a, pairs), _take(b, pairs)
-        weights = []
-        values[pairs] = _values(a64, b64, gamma, weights)
-        pair_a, pair_b = _gradients(E_end[pairs], a64, b64, weights)
-        # Tested on the values as written: an overflow of their dtype is infinite to the caller.
-        for gradient in pair_a, pair_b:
-            gradient[np.isnan(values[pairs])] = np.nan
-            gradient[np.isinf(values[pairs])] = 0
-        _give(sum_a, pairs, pair_a)
-        _give(sum_b, pairs, pair_b)
+    for chosen, slab in slabs(pairs, keeps_weights=True):
+        alignments = _alignments(slab, chosen, grad_values, values)
+        pair_a, pair_b = _gradients(slab, alignments)
+        if pairs.cost == "cosine":
+            pair_a = costs.through_normalisation(of_slab(pairs.a, chosen), pair_a)
+            pair_b = costs.through_normalisation(of_slab(pairs.b, chosen), pair_b)
+        _give(sum_a, chosen, pair_a)
+        _give(sum_b, chosen, pair_b)
     grad_a[...] = sum_a
     grad_b[...] = sum_b
 
 
-def _values(a, b, gamma, weights=None):
-    """Values (B,) of the pairs of a slab; a list `weights` receives each diagonal's (3, B, cells).
+@np.errstate(all="ignore")
+def alignment(grad_values, pairs, values, E):
+    """Write the values, and grad_values[b] d values[b] / d C[b] to E (B, N, M)."""
+    E[...] = 0
+    for chosen, slab in slabs(pairs, keeps_weights=True):
+        E_slab = E[chosen]
+        for d, cells in _alignments(slab, chosen, grad_values, values):
+            i = np.arange(*slab.rows[d])
+            E_slab[:, i, d - i] = cells
 
-    Cell (i, d - i) of a diagonal lies at column i + 1 of its row; the columns beside the cells are
-    infinite: above them no diagonal has come yet, below them it is set so. R is kept relative to
-    a base, the smallest R of the newest diagonal, so that cells near the best path stay small and
-    exp(-R / gamma) keeps its digits.
+
+@np.errstate(all="ignore")
+def gamma_gradient(pairs, values, grad_gamma):
+    """Write the values, and d values[b] / d gamma[b] to grad_gamma (B,): 0 where gamma is 0.
+
+    In memory O(B (N + M)) beyond the inputs.
     """
-    B, N, M = max(len(a), len(b)), a.shape[1], b.shape[1]
-    before, last, new = np.full((3, B, N + 1), np.inf)
+    for chosen, slab in slabs(pairs):
+        in_float64 = np.empty(len(slab.gamma))
+        T = _entropies(slab, _sweep(slab, in_float64))
+        values[chosen] = in_float64
+        grad_gamma[chosen] = _settled(-T, values[chosen])
+
+
+def _sweep(slab, values):
+    """Yield the softmin weights (3, B, cells) of each diagonal; in the end `values` are written.
+
+    Cell (i, d - i) of a diagonal lies at column i + 1 of its row of cells. The columns beside the
+    rows lo <= i < hi that the diagonal needs are infinite: above them no diagonal of the pair has
+    come yet, below them it is set so. R is kept relative to a base, the smallest R of the two
+    newest diagonals: every path enters one of them, so cells near the best path stay small and
+    exp(-R / gamma) keeps its digits. The hard minimum has no exponential and compares R as it is.
+    """
+    before, last, new = np.full((3, len(values), slab.N + 1), np.inf)
     before[:, 0] = 0
-    base = np.zeros(B)
-    for d in range(N + M - 1):
-        lo, hi = _rows(d, N, M)
-        difference = _difference(a, b, d)
-        R = np.einsum("bnd,bnd->bn", difference, difference)
+    base = np.zeros(len(values))
+    hard = slab.gamma == 0
+    for d, (lo, hi) in enumerate(slab.rows):
         predecessors = np.stack((before[:, lo:hi], last[:, lo:hi], last[:, lo + 1 : hi + 1]))
-        softmin, P = _softmin(predecessors, gamma)
-        R = R + softmin
-        if weights is not None:
-            weights.append(P)
-        step = _finite_or_zero(R.min(axis=1))
-        base += step
-        last[:, lo:hi] -= step[:, None]
-        new[:, lo + 1 : hi + 1] = R - step[:, None]
+        softmin, P = _softmin(predecessors, slab.gamma[:, None], hard)
+        R = _costs(slab, d) + softmin
+        fill_outside(slab, d, R, np.inf)
+        smallest = np.minimum(R.min(axis=1, initial=np.inf), last[:, lo : hi + 1].min(axis=1))
+        step = np.where(hard, 0, _finite_or_zero(smallest))[:, None]
+        base += step[:, 0]
+        last[:, lo : hi + 1] -= step
+        new[:, lo + 1 : hi + 1] = R - step
         new[:, lo] = np.inf
+        ending = np.flatnonzero(slab.end == d)
+        values[ending] = base[ending] + new[ending, slab.n[ending]]
         before, last, new = last, new, before
-    return base + last[:, N]
+        yield P
 
 
-def _softmin(r, gamma):
-    """Softmin of r (3, B, cells) over axis 0, and its weights: +inf and 0 where all r are +inf."""
+def _softmin(r, gamma, hard):
+    """Softmin of r (3, B, cells) over axis 0, and its weights: +inf and 0 where all r are +inf.
+
+    hard (B,): where gamma is 0, and all weight is on the first of the smallest.
+    """
     lowest = r.min(axis=0)
     P = np.exp((_finite_or_zero(lowest) - r) / gamma)
     total = P.sum(axis=0)
     P /= np.where(total == 0, 1, total)
-    return lowest - gamma * np.log(total), P
+    softmin = lowest - gamma * np.log(total)
+    if hard.any():
+        softmin[hard] = lowest[hard]
+        P[:, hard] = np.arange(3)[:, None, None] == r[:, hard].argmin(axis=0)
+    return softmin, P
 
 
-def _gradients(E_end, a, b, weights):
-    """Gradients (B, N, D) and (B, M, D) of a slab's pairs, whose last cells have E = E_end (B,).
+def _entropies(slab, weights):
+    """T (B,) of each pair's last cell; T lies at columns i + 1 as R does."""
+    before, last, new = np.zeros((3, len(slab.gamma), slab.N + 1))
+    of_pairs = np.empty(len(slab.gamma))
+    for d, P in enumerate(weights):
+        lo, hi = slab.rows[d]
+        diagonal, up, left = P
+        new[:, lo + 1 : hi + 1] = (
+            _entropy(P)
+            + diagonal * before[:, lo:hi]
+            + up * last[:, lo:hi]
+            + left * last[:, lo + 1 : hi + 1]
+        )
+        ending = np.flatnonzero(slab.end == d)
+        of_pairs[ending] = new[ending, slab.n[ending]]
+        before, last, new = last, new, before
+    return of_pairs
 
-    E of a diagonal lies at columns i + 1 as R does; a weight into a cell outside the table is 0.
+
+def _entropy(P):
+    """-sum P log P over axis 0; the largest is 1 less the others, of which log1p loses nothing."""
+    others = np.sort(P, axis=0)[:2]
+    rest = others.sum(axis=0)
+    terms = others * np.log(np.where(others == 0, 1, others))
+    return -terms.sum(axis=0) - (1 - rest) * np.log1p(-rest)
+
+
+def _alignments(slab, chosen, grad_values, values):
+    """Write the values of a slab; yield (d, E) with E (B, cells) of each diagonal, the last first.
+
+    E lies at columns i + 1 as R does; a weight into a cell outside the table is 0.
     """
-    B, (_, N, D), M = len(E_end), a.shape, b.shape[1]
-    grad_a, grad_b = np.zeros((B, N, D)), np.zeros((B, M, D))
-    E, E_last, E_before = np.zeros((3, B, N + 1))
-    E[:, N] = E_end
-    for d in range(N + M - 2, -1, -1):
-        lo, hi = _rows(d, N, M)
+    B = len(slab.gamma)
+    in_float64 = np.empty(B)
+    weights = list(_sweep(slab, in_float64))
+    values[chosen] = in_float64
+    of_values = np.ones(B) if grad_values is None else grad_values[chosen].astype(np.float64)
+    E_end = _settled(of_values, values[chosen])
+    E, E_last, E_before = np.zeros((3, B, slab.N + 1))
+    for d in reversed(range(len(weights))):
+        lo, hi = slab.rows[d]
+        ending = np.flatnonzero(slab.end == d)
+        E[ending, slab.n[ending]] = E_end[ending]
         cells = E[:, lo + 1 : hi + 1]
-        # A weight of 0 forbids the cell, so it must hide a difference that overflowed.
-        flow = np.where(cells[..., None] == 0, 0, 2 * cells[..., None] * _difference(a, b, d))
-        grad_a[:, lo:hi] += flow
-        grad_b[:, d - hi + 1 : d - lo + 1] -= flow[:, ::-1]
-        diagonal, up, left = weights[d] * cells
+        fill_outside(slab, d, cells, 0)
+        yield d, cells
+        diagonal, up, left = weights.pop() * cells
         E_before[:, lo:hi] += diagonal
         E_last[:, lo:hi] += up
         E_last[:, lo + 1 : hi + 1] += left
         cells[...] = 0
         E, E_last, E_before = E_last, E_before, E
+
+
+def _settled(gradient, values):
+    """gradient (B,), NaN where the value is NaN, 0 where it is infinite in its dtype."""
+    return np.where(np.isnan(values), np.nan, np.where(np.isinf(values), 0, gradient))
+
+
+def _gradients(slab, alignments):
+    """Gradients (B, N, D) and (B, M, D) by the points of a slab."""
+    B, (_, N, D), M = len(slab.gamma), slab.a.shape, slab.b.shape[1]
+    grad_a, grad_b = np.zeros((B, N, D)), np.zeros((B, M, D))
+    for d, E in alignments:
+        lo, hi = slab.rows[d]
+        flow = costs.flow(slab.cost, _differences(slab, d), E)
+        grad_a[:, lo:hi] += flow
+        grad_b[:, d - hi + 1 : d - lo + 1] -= flow[:, ::-1]
     return grad_a, grad_b
 
 
-def _rows(d, N, M):
-    """The rows lo <= i < hi that diagonal d crosses."""
-    return max(0, d - M + 1), min(d + 1, N)
+def _costs(slab, d):
+    """C (B, cells) of diagonal d."""
+    if slab.C is None:
+        return costs.of_differences(slab.cost, _differences(slab, d))
+    i = np.arange(*slab.rows[d])
+    C = slab.C[:, i, d - i].astype(np.float64)
+    C[C == -np.inf] = np.nan
+    return C
 
 
-def _difference(a, b, d):
+def _differences(slab, d):
     """a[i] - b[d - i] for the cells of diagonal d, (B, cells, D)."""
-    lo, hi = _rows(d, a.shape[1], b.shape[1])
-    return a[:, lo:hi] - b[:, d - hi + 1 : d - lo + 1][:, ::-1]
+    lo, hi = slab.rows[d]
+    return slab.a[:, lo:hi] - slab.b[:, d - hi + 1 : d - lo + 1][:, ::-1]
 
 
-def _finite_or_zero(x):
-    return np.where(np.isinf(x), 0, x)
-
-
-def _slabs(B, pair_bytes):
-    """Slices of the batch that each need at most SLAB_BYTES, or hold one pair."""
-    pairs = max(1, SLAB_BYTES // pair_bytes)
-    return [slice(start, start + pairs) for start in range(0, B, pairs)]
-
-
-def _take(series, pairs):
-    """The series of a slab in float64; a batch of 1 serves every slab."""
-    return (series if len(series) == 1 else series[pairs]).astype(np.float64)
-
-
-def _give(gradient, pairs, of_pairs):
+def _give(gradient, chosen, of_pairs):
     """Store a slab's gradients, or add them up where the series is shared by all pairs."""
     if len(gradient) == 1:
         gradient[0] += of_pairs.sum(axis=0)
     else:
-        gradient[pairs] = of_pairs
+        gradient[chosen] = of_pairs
+
+
+def _finite_or_zero(x):
+    return np.where(np.isinf(x), 0, x)
