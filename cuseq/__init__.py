@@ -6,7 +6,17 @@ from cuseq.ops.causal_conv1d import (
     causal_conv1d_with_state,
 )
 from cuseq.ops.causal_conv1d_update import causal_conv1d_update
-from cuseq.ops.soft_dtw import soft_dtw, soft_dtw_value_and_grad
+from cuseq.ops.soft_dtw import (
+    soft_dtw,
+    soft_dtw_alignment,
+    soft_dtw_value_and_grad,
+    soft_dtw_value_and_grad_gamma,
+)
+from cuseq.ops.soft_dtw_from_cost import (
+    soft_dtw_from_cost,
+    soft_dtw_from_cost_value_and_grad,
+    soft_dtw_from_cost_value_and_grad_gamma,
+)
 
 __version__ = "0.1.0.dev0"
 
@@ -16,5 +26,10 @@ __all__ = [
     "causal_conv1d_update",
     "causal_conv1d_with_state",
     "soft_dtw",
+    "soft_dtw_alignment",
+    "soft_dtw_from_cost",
+    "soft_dtw_from_cost_value_and_grad",
+    "soft_dtw_from_cost_value_and_grad_gamma",
     "soft_dtw_value_and_grad",
+    "soft_dtw_value_and_grad_gamma",
 ]

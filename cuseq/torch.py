@@ -12,6 +12,7 @@ import torch
 from cuseq.ops import causal_conv1d as convolution
 from cuseq.ops import causal_conv1d_update as step
 from cuseq.ops import soft_dtw as alignment
+from cuseq.ops import soft_dtw_from_cost as from_cost
 from cuseq.runtime import checks
 
 __all__ = [
@@ -20,24 +21,41 @@ __all__ = [
     "causal_conv1d_update",
     "causal_conv1d_with_state",
     "soft_dtw",
+    "soft_dtw_from_cost",
 ]
 
 
 class _SoftDTW(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, y, gamma):
-        values, kept = alignment.forward_keeping(x, y, gamma=gamma)
-        ctx.save_for_backward(x, y, values, *kept)
-        ctx.gamma = gamma
+    def forward(ctx, x, y, options):
+        values, kept = alignment.forward_keeping(x, y, **options)
+        # Tensors among the options too: who changes one before the backward is told.
+        ctx.options = options
+        ctx.save_for_backward(x, y, values, kept, *filter(torch.is_tensor, options.values()))
         return values
 
     @staticmethod
     def backward(ctx, grad_values):
         _refuse_second_derivative("soft_dtw")
-        x, y, values, *kept = ctx.saved_tensors
-        grads = alignment.backward(grad_values, x, y, values, kept, gamma=ctx.gamma)
+        x, y, values, kept, *_ = ctx.saved_tensors
+        grads = alignment.backward(grad_values, x, y, values, kept, **ctx.options)
         wanted = zip(grads, ctx.needs_input_grad, strict=False)
         return (*(grad if needed else None for grad, needed in wanted), None)
+
+
+class _SoftDTWFromCost(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, C, options):
+        values, kept = from_cost.forward_keeping(C, **options)
+        ctx.options = options
+        ctx.save_for_backward(C, values, kept, *filter(torch.is_tensor, options.values()))
+        return values
+
+    @staticmethod
+    def backward(ctx, grad_values):
+        _refuse_second_derivative("soft_dtw_from_cost")
+        C, values, kept, *_ = ctx.saved_tensors
+        return from_cost.backward(grad_values, C, values, kept, **ctx.options), None
 
 
 class _CausalConv1d(torch.autograd.Function):
@@ -78,6 +96,18 @@ def _refuse_second_derivative(operator):
         )
 
 
+def _refuse_gradient_of_gamma(gamma):
+    if _needs_grad(gamma):
+        raise NotImplementedError(
+            checks.sentence(
+                "gamma",
+                "a gamma that autograd does not follow",
+                "one with requires_grad=True",
+                "pass gamma.detach(); cuseq.soft_dtw_value_and_grad_gamma has its derivative",
+            )
+        )
+
+
 def _needs_grad(*tensors):
     return torch.is_grad_enabled() and any(
         isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
@@ -89,9 +119,9 @@ def soft_dtw(
 ):
     """Soft-DTW value of each pair of time series, differentiable by a and b.
 
-    Arguments, values and errors as `cuseq.soft_dtw`. A forward on CUDA that is to be
-    differentiated keeps for its backward about 1.3 bytes a cell of the N x M grid where N and M
-    are large, twice that in float64; on the CPU it keeps nothing.
+    Arguments, values and errors as `cuseq.soft_dtw`; a gamma that autograd follows raises. A
+    forward on CUDA that is to be differentiated keeps for its backward 0.6 to 1.4 bytes a cell of
+    the N x M grid (or of the band), twice that in float64; on the CPU it keeps nothing.
 
     >>> import torch, cuseq.torch
     >>> a = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
@@ -99,24 +129,45 @@ def soft_dtw(
     >>> a.grad
     tensor([-4.0001, -2.2852, 10.1643])
     """
-    gamma = alignment.check_options(gamma, cost, bandwidth, lengths_a, lengths_b)
+    _refuse_gradient_of_gamma(gamma)
+    options = {"gamma": gamma, "cost": cost, "bandwidth": bandwidth}
+    options |= {"lengths_a": lengths_a, "lengths_b": lengths_b}
     if _needs_grad(a, b):
-        return _SoftDTW.apply(a, b, gamma)
-    return alignment.soft_dtw(a, b, gamma=gamma)
+        return _SoftDTW.apply(a, b, options)
+    return alignment.soft_dtw(a, b, **options)
+
+
+def soft_dtw_from_cost(C, *, gamma=1.0, bandwidth=None, lengths_a=None, lengths_b=None):
+    """Soft-DTW value of each cost matrix, differentiable by C.
+
+    Arguments, values and errors as `cuseq.soft_dtw_from_cost`; a gamma that autograd follows
+    raises.
+
+    >>> import torch, cuseq.torch
+    >>> C = torch.zeros(2, 2, requires_grad=True)
+    >>> cuseq.torch.soft_dtw_from_cost(C).backward()
+    >>> C.grad
+    tensor([[1.0000, 0.3333],
+            [0.3333, 1.0000]])
+    """
+    _refuse_gradient_of_gamma(gamma)
+    options = {"gamma": gamma, "bandwidth": bandwidth}
+    options |= {"lengths_a": lengths_a, "lengths_b": lengths_b}
+    if _needs_grad(C):
+        return _SoftDTWFromCost.apply(C, options)
+    return from_cost.soft_dtw_from_cost(C, **options)
 
 
 class SoftDTWLoss(torch.nn.Module):
     """Soft-DTW between two batches of time series as a loss.
 
     Args:
-        gamma: smoothing, a number above 0 in units of the cost.
-        cost: "sqeuclidean", the squared Euclidean distance (not halved).
-        bandwidth: not in this release; leave it None.
+        gamma, cost, bandwidth: as `cuseq.soft_dtw` takes them.
         normalize: not in this release; leave it False.
         reduction: "mean" or "sum" over the batch, or "none" for one value a pair.
 
-    Called as ``loss(x, y)`` with x (B, N, D) and y (B, M, D); shapes, dtypes and errors as
-    `cuseq.soft_dtw`. ``lengths_x`` and ``lengths_y`` are not in this release.
+    Called as ``loss(x, y, lengths_x=None, lengths_y=None)`` with x (B, N, D) and y (B, M, D);
+    shapes, dtypes, lengths and errors as `cuseq.soft_dtw`.
 
     >>> import torch, cuseq.torch
     >>> loss = cuseq.torch.SoftDTWLoss(gamma=0.1)
@@ -130,7 +181,7 @@ class SoftDTWLoss(torch.nn.Module):
         self, gamma=1.0, *, cost="sqeuclidean", bandwidth=None, normalize=False, reduction="mean"
     ):
         super().__init__()
-        alignment.check_options(gamma, cost, bandwidth, None, None)
+        checks.one_of("cost", cost, alignment.COSTS)
         checks.not_yet("normalize", normalize, False)
         checks.one_of("reduction", reduction, ("mean", "sum", "none"))
         self.gamma, self.cost, self.bandwidth = gamma, cost, bandwidth

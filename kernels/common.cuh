@@ -32,3 +32,10 @@ __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000);
 template <class Real> __device__ __forceinline__ Real not_a_number();
 template <> __device__ __forceinline__ float not_a_number<float>() { return __int_as_float(0x7fffffff); }
 template <> __device__ __forceinline__ double not_a_number<double>() { return __longlong_as_double(0x7fffffffffffffffLL); }
+
+// Asks for the cache line of an address, and does not wait for it.
+__device__ __forceinline__ void prefetch(const void* address) {
+#ifdef __CUDA_ARCH__
+    asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
+#endif
+}

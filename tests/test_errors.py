@@ -33,7 +33,7 @@ def nothing_runs(monkeypatch):
 
     monkeypatch.setattr(kernels, "launch", ran)
     for module, functions in {
-        host_dtw: ["forward", "backward"],
+        host_dtw: ["forward", "backward", "alignment", "gamma_gradient"],
         host_conv: ["forward", "backward"],
         host_update: ["update"],
     }.items():
@@ -51,8 +51,29 @@ def refused(error, argument, function, *arguments, **options):
     return message
 
 
-def soft_dtw_functions():
-    return pytest.mark.parametrize("function", [cuseq.soft_dtw, cuseq.soft_dtw_value_and_grad])
+OF_SERIES = [
+    "soft_dtw",
+    "soft_dtw_value_and_grad",
+    "soft_dtw_alignment",
+    "soft_dtw_value_and_grad_gamma",
+]
+OF_COSTS = [
+    "soft_dtw_from_cost",
+    "soft_dtw_from_cost_value_and_grad",
+    "soft_dtw_from_cost_value_and_grad_gamma",
+]
+
+
+def over_functions(names):
+    """Parametrise a test over `function`."""
+    return pytest.mark.parametrize("function", [getattr(cuseq, name) for name in names])
+
+
+def two_pairs(function, place=NUMPY):
+    """Arrays of B = 2, N = 3, M = 4 for a function of soft-DTW."""
+    given = function.__name__ in OF_COSTS
+    shapes = [(2, 3, 4)] if given else [(2, 3, 1), (2, 4, 1)]
+    return [place.array(np.zeros(shape)) for shape in shapes]
 
 
 def convolution(place, name, **changed):
@@ -91,7 +112,7 @@ every_convolution = pytest.mark.parametrize("name", CONVOLUTIONS)
 
 
 @every_place
-@soft_dtw_functions()
+@over_functions(OF_SERIES)
 @pytest.mark.parametrize(
     "argument, a, b",
     [
@@ -111,6 +132,23 @@ every_convolution = pytest.mark.parametrize("name", CONVOLUTIONS)
 )
 def test_shapes_of_series(place, function, argument, a, b):
     refused(ValueError, argument, function, place.array(np.zeros(a)), place.array(np.zeros(b)))
+
+
+@every_place
+@over_functions(OF_COSTS)
+@pytest.mark.parametrize("shape", [(), (4,), (1, 2, 3, 4), (0, 4), (2, 0, 4), (2, 3, 0)], ids=str)
+def test_shapes_of_given_costs(place, function, shape):
+    refused(ValueError, "C", function, place.array(np.zeros(shape)))
+
+
+@every_place
+@over_functions(OF_SERIES + OF_COSTS)
+@pytest.mark.parametrize("option", ["gamma", "bandwidth", "lengths_a", "lengths_b"])
+@pytest.mark.parametrize("shape", [(3,), (1,), (0,), (2, 1), (1, 2)], ids=str)
+def test_shapes_of_options_by_pair(place, function, option, shape):
+    numbers = np.ones(shape, np.float64 if option == "gamma" else np.int64)
+    for form in (place.array(numbers), numbers, numbers.tolist()):
+        refused(ValueError, option, function, *two_pairs(function, place), **{option: form})
 
 
 @every_place
@@ -186,7 +224,7 @@ def test_shapes_of_index_arguments(place, argument, shape):
 
 
 @every_place
-@soft_dtw_functions()
+@over_functions(OF_SERIES)
 @pytest.mark.parametrize("dtype", ["int32", "int64", "uint8", "bool", "complex64", "complex128"])
 def test_dtypes_of_series(place, function, dtype):
     wrong, right = place.array(np.zeros(5, dtype)), place.array(np.zeros(5))
@@ -196,11 +234,43 @@ def test_dtypes_of_series(place, function, dtype):
 
 
 @every_place
-@soft_dtw_functions()
+@over_functions(OF_SERIES)
 def test_both_series_have_one_dtype(place, function):
     a, b = place.array(np.zeros(5, np.float32)), place.array(np.zeros(5))
     refused(TypeError, "b", function, a, b)
     refused(TypeError, "b", function, b, place.array(np.zeros(5, np.float16)))
+
+
+@every_place
+@over_functions(OF_COSTS)
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint8", "bool", "complex64", "complex128"])
+def test_dtypes_of_given_costs(place, function, dtype):
+    assert dtype in refused(TypeError, "C", function, place.array(np.zeros((3, 4), dtype)))
+
+
+@every_place
+@over_functions(OF_SERIES + OF_COSTS)
+@pytest.mark.parametrize("option", ["bandwidth", "lengths_a", "lengths_b"])
+@pytest.mark.parametrize("dtype", ["int8", "uint64", "bool", "float32", "float64"])
+def test_dtypes_of_integers_by_pair(place, function, option, dtype):
+    numbers = np.ones(2, dtype)
+    for form in (place.array(numbers), numbers):
+        refused(TypeError, option, function, *two_pairs(function, place), **{option: form})
+
+
+@every_place
+@over_functions(OF_SERIES + OF_COSTS)
+@pytest.mark.parametrize("dtype", ["bool", "complex64"])
+def test_dtypes_of_gamma_by_pair(place, function, dtype):
+    numbers = np.ones(2, dtype)
+    for form in (place.array(numbers), numbers):
+        refused(TypeError, "gamma", function, *two_pairs(function, place), gamma=form)
+
+
+@every_cuda_place
+def test_gamma_of_integers_on_the_device(place):
+    gamma = place.array(np.ones(2, np.int64))
+    refused(TypeError, "gamma", cuseq.soft_dtw, *two_pairs(cuseq.soft_dtw, place), gamma=gamma)
 
 
 @every_place
@@ -251,61 +321,105 @@ def test_index_values(argument, wrong):
     assert str(wrong) in refused(ValueError, argument, function, **arrays, **options)
 
 
-@soft_dtw_functions()
+@over_functions(OF_SERIES + OF_COSTS)
 @pytest.mark.parametrize(
     "gamma, error",
     [
         (-1.0, ValueError),
+        (-1e-300, ValueError),
         (float("nan"), ValueError),
         (float("inf"), ValueError),
         (-float("inf"), ValueError),
-        (0, NotImplementedError),
-        (0.0, NotImplementedError),
+        (10**400, ValueError),
         ("1.0", TypeError),
         (True, TypeError),
         (np.bool_(True), TypeError),
         (None, TypeError),
         (1j, TypeError),
-        ([1.0, 2.0], NotImplementedError),
-        (np.array([1.0, 2.0]), NotImplementedError),
-        (10**400, ValueError),
+        ({1.0, 2.0}, TypeError),
+        ([1.0, -2.0], ValueError),
+        ((float("nan"), 1.0), ValueError),
+        ([1, float("inf")], ValueError),
+        (np.array([1, -1]), ValueError),
+        (np.array([-1.0, 1.0], np.float16), ValueError),
+        ([[1.0], [1.0, 2.0]], ValueError),
+        (["1.0", "2.0"], TypeError),
+        ([True, False], TypeError),
+        ([None, 1.0], TypeError),
+        ([1j, 1.0], TypeError),
     ],
     ids=lambda x: repr(x)[:20],
 )
 def test_gamma(function, gamma, error):
-    refused(error, "gamma", function, np.zeros((2, 3, 1)), np.zeros((2, 4, 1)), gamma=gamma)
+    refused(error, "gamma", function, *two_pairs(function), gamma=gamma)
 
 
-@soft_dtw_functions()
-@pytest.mark.parametrize("gamma", [1, np.float32(0.5), np.int64(2)])
-def test_numbers_of_any_kind_are_a_gamma(function, gamma):
-    with pytest.raises(pytest.fail.Exception, match="work began"):
-        function(np.zeros(3), np.zeros(4), gamma=gamma)
+@over_functions(OF_SERIES + OF_COSTS)
+@pytest.mark.parametrize("option", ["lengths_a", "lengths_b"])
+@pytest.mark.parametrize("place_of_wrong", [0, 1])
+@pytest.mark.parametrize("wrong", [0, -1, 5, 2**32 + 1, -(2**63)])
+def test_lengths_out_of_range(function, option, place_of_wrong, wrong):
+    lengths = [2, 2]
+    lengths[place_of_wrong] = wrong if wrong != 5 else {"lengths_a": 4, "lengths_b": 5}[option]
+    for form in (lengths, np.array(lengths)):
+        message = refused(ValueError, option, function, *two_pairs(function), **{option: form})
+        assert str(lengths[place_of_wrong]) in message
 
 
-LATER = {  # options of later releases, and values that they will take
-    "cost": ["euclidean", "cityblock", "cosine"],
-    "bandwidth": [0, 5, [1, 2], np.array([1, 2])],
-    "lengths_a": [[2, 3], np.array([2, 3])],
-    "lengths_b": [(4, 4), np.array([4, 4], np.int32)],
-}
-
-
-@soft_dtw_functions()
+@over_functions(OF_SERIES + OF_COSTS)
+@pytest.mark.parametrize("option", ["lengths_a", "lengths_b", "bandwidth"])
 @pytest.mark.parametrize(
-    "option, value", [(option, value) for option, values in LATER.items() for value in values]
+    "wrong, error",
+    [
+        ([1.0, 2.0], TypeError),
+        ([True, False], TypeError),
+        (2.0, TypeError),
+        (np.float64(2.0), TypeError),
+        (True, TypeError),
+        (np.bool_(True), TypeError),
+        ("12", TypeError),
+        ({1, 2}, TypeError),
+        ([None, 1], TypeError),
+        ([[1], [1, 2]], ValueError),
+        (-1, ValueError),
+        (-(2**70), ValueError),
+        (np.int32(-7), ValueError),
+        ([3, -1], ValueError),
+        (np.array([-(2**40), 3]), ValueError),
+    ],
+    ids=lambda x: repr(x)[:20],
 )
-def test_options_of_later_releases(function, option, value):
-    series = np.zeros((2, 3, 1)), np.zeros((2, 4, 1))
-    refused(NotImplementedError, option, function, *series, **{option: value})
+def test_what_is_no_integer_by_pair(function, option, wrong, error):
+    refused(error, option, function, *two_pairs(function), **{option: wrong})
+
+
+@over_functions(OF_SERIES + OF_COSTS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gamma": 0},
+        {"gamma": 1},
+        {"gamma": np.float32(0.5)},
+        {"gamma": np.int64(2)},
+        {"gamma": (0, 1)},
+        {"gamma": [0.0, 1e300]},
+        {"gamma": np.ones(2, np.uint8)},
+        {"gamma": range(2)},
+        {"bandwidth": 0},
+        {"bandwidth": np.int8(3)},
+        {"bandwidth": (0, 2**62)},
+        {"lengths_a": [1, 3]},
+        {"lengths_b": np.array([4, 1], np.int32)},
+    ],
+    ids=str,
+)
+def test_options_that_are_fine(function, options):
+    with pytest.raises(pytest.fail.Exception, match="work began"):
+        function(*two_pairs(function), **options)
 
 
 @every_place
-def test_options_of_later_releases_as_arrays_of_any_library(place):
-    series = place.array(np.zeros((2, 3, 1))), place.array(np.zeros((2, 4, 1)))
-    option = place.array(np.array([2, 3]))
-    for name in ("gamma", "bandwidth", "lengths_a", "lengths_b"):
-        refused(NotImplementedError, name, cuseq.soft_dtw, *series, **{name: option})
+def test_seq_idx_of_any_library_comes_later(place):
     x, weight = place.array(np.zeros((2, 3, 9))), place.array(np.zeros((3, 4)))
     seq_idx = place.array(np.zeros((2, 9), np.int32))
     refused(NotImplementedError, "seq_idx", cuseq.causal_conv1d, x, weight, seq_idx=seq_idx)
@@ -317,7 +431,7 @@ def test_sequences_by_index_come_later(name):
     refused(NotImplementedError, "seq_idx", function, **arrays, seq_idx=[[0] * 9] * 2)
 
 
-@soft_dtw_functions()
+@over_functions(OF_SERIES)
 @pytest.mark.parametrize("cost", ["sqeuclid", "", None, 2, abs, ["sqeuclidean"]], ids=str)
 def test_names_of_costs(function, cost):
     refused(ValueError, "cost", function, np.zeros(3), np.zeros(4), cost=cost)
@@ -352,6 +466,7 @@ def test_what_is_no_array(wrong):
     right = np.zeros(5)
     refused(TypeError, "a", cuseq.soft_dtw, wrong, right)
     refused(TypeError, "b", cuseq.soft_dtw, right, wrong)
+    refused(TypeError, "C", cuseq.soft_dtw_from_cost, wrong)
     for name in CONVOLUTIONS:
         arguments = ["x", "weight"]
         if name == "causal_conv1d_update":
@@ -395,6 +510,7 @@ def test_what_is_no_index_argument(argument, wrong):
 def test_arrays_of_numpy_that_are_not_plain(wrong):
     refused(TypeError, "a", cuseq.soft_dtw, wrong, np.zeros(5))
     refused(TypeError, "b", cuseq.soft_dtw, np.zeros(5), wrong)
+    refused(TypeError, "C", cuseq.soft_dtw_from_cost, wrong)
 
 
 def test_strides_of_no_whole_elements():
@@ -425,9 +541,14 @@ def test_tensors_that_autograd_follows(place):
 
     followed, plain = (place.array(np.zeros((1, 3, 1))) for _ in range(2))
     followed.requires_grad_()
-    for function in (cuseq.soft_dtw, cuseq.soft_dtw_value_and_grad):
+    for name in OF_SERIES:
+        function = getattr(cuseq, name)
         named(refused(ValueError, "a", function, followed, plain))
         named(refused(ValueError, "b", function, plain, followed))
+    for name in OF_COSTS:
+        named(refused(ValueError, "C", getattr(cuseq, name), followed))
+    gamma = place.array(np.ones(1)).requires_grad_()
+    refused(ValueError, "gamma", cuseq.soft_dtw, plain, plain, gamma=gamma)
     for name in CONVOLUTIONS:
         for argument in convolution(place, name)[1]:
             function, arrays = convolution(place, name)
@@ -465,6 +586,8 @@ def test_tracers(place):
     refused(TypeError, "b", jax.jit(lambda b: cuseq.soft_dtw(a, b)), a)
     refused(TypeError, "a", jax.grad(lambda a: cuseq.soft_dtw(a, a)), a)
     refused(TypeError, "a", jax.vmap(lambda a: cuseq.soft_dtw(a, a)), x)
+    refused(TypeError, "C", jax.jit(cuseq.soft_dtw_from_cost), x)
+    refused(TypeError, "gamma", jax.jit(lambda g: cuseq.soft_dtw(x, x, gamma=g)), x[:, 0, 0])
     refused(TypeError, "weight", jax.jit(lambda w: cuseq.causal_conv1d(x, w)), weight)
 
 
@@ -514,13 +637,19 @@ def test_host_and_device_do_not_mix(place):
 
 
 @every_cuda_place
-def test_an_index_on_the_device_does_not_serve_host_arrays(place):
+def test_an_option_on_the_device_does_not_serve_host_arrays(place):
     function, arrays = convolution(NUMPY, "causal_conv1d_update")
     index = place.array(np.zeros(2, np.int64))
     refused(ValueError, "cache_seqlens", function, **arrays, cache_seqlens=index)
+    for name in OF_SERIES + OF_COSTS:
+        function = getattr(cuseq, name)
+        for option in ("gamma", "bandwidth", "lengths_a", "lengths_b"):
+            dtype = np.float64 if option == "gamma" else np.int64
+            there = {option: place.array(np.ones(2, dtype))}
+            refused(ValueError, option, function, *two_pairs(function), **there)
 
 
 def test_every_public_function_is_tested_here():
-    functions = {"soft_dtw", "soft_dtw_value_and_grad", *CONVOLUTIONS}
+    functions = {*OF_SERIES, *OF_COSTS, *CONVOLUTIONS}
     assert functions == set(cuseq.__all__)
     assert frameworks.DTYPES == list(cuseq.runtime.checks.FLOATING)

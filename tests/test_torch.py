@@ -36,6 +36,27 @@ def conv_tensors(place, B=2, D=3, L=7, W=4, S=3, make=followed):
     )
 
 
+OPTIONS = [  # of soft-DTW, for 3 pairs of series of lengths 6 and 5
+    {"cost": "euclidean"},
+    {"cost": "cityblock"},
+    {"cost": "cosine"},
+    {"bandwidth": 1},
+    {"bandwidth": [0, 2, 9]},
+    {"lengths_a": [6, 1, 4]},
+    {"lengths_a": [3, 6, 4], "lengths_b": [5, 2, 1]},
+    {"gamma": [0.3, 1.0, 5.0]},
+    {"cost": "euclidean", "bandwidth": [0, 2, 1], "gamma": [2.0, 0.5, 1.0], "lengths_b": [2, 3, 5]},
+]
+every_option = pytest.mark.parametrize("options", OPTIONS, ids=str)
+
+
+def as_tensors(place, options):
+    """Options by pair as tensors of this place."""
+    return {
+        name: place.array(np.array(x)) if isinstance(x, list) else x for name, x in options.items()
+    }
+
+
 def gradcheck(function, *inputs):
     assert torch.autograd.gradcheck(function, inputs, nondet_tol=0.0)
 
@@ -51,6 +72,15 @@ def test_soft_dtw_derivative(place, a, b):
         followed(place, *a),
         followed(place, *b, seed=1),
     )
+
+
+@every_device
+@every_option
+@pytest.mark.parametrize("batch_a", [3, 1])
+def test_soft_dtw_derivative_with_options(place, options, batch_a):
+    options = {"gamma": 0.7} | options
+    a, b = followed(place, batch_a, 6, 2), followed(place, 3, 5, 2, seed=1)
+    gradcheck(lambda a, b: adapter.soft_dtw(a, b, **options), a, b)
 
 
 @every_device
@@ -172,6 +202,34 @@ def test_values_are_those_of_the_core(place):
 
 
 @every_device
+@every_option
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("batch_b", [3, 1])
+def test_options_are_those_of_the_core(place, options, dtype, batch_b):
+    """As lists and as tensors, with gradients and without, by the function and by the loss."""
+    a, b = (
+        followed(place, 3, 6, 2, dtype=dtype),
+        followed(place, batch_b, 5, 2, seed=1, dtype=dtype),
+    )
+    wanted, gradients = cuseq.soft_dtw_value_and_grad(a.detach(), b.detach(), **options)
+    assert torch.isfinite(wanted).all() and all(gradient.any() for gradient in gradients)
+    with torch.no_grad():
+        assert torch.equal(adapter.soft_dtw(a, b, **options), wanted)
+    of_call = {f"lengths_{'xy'['ab'.index(k[-1])]}": x for k, x in options.items() if "len" in k}
+    of_loss = {name: x for name, x in options.items() if "len" not in name}
+    loss = adapter.SoftDTWLoss(**of_loss, reduction="none")
+    for values in (
+        adapter.soft_dtw(a, b, **options),
+        adapter.soft_dtw(a, b, **as_tensors(place, options)),
+        loss(a, b, **of_call),
+        loss(a, b, **as_tensors(place, of_call)),
+    ):
+        assert torch.equal(values, wanted)
+        for got, gradient in zip(torch.autograd.grad(values.sum(), (a, b)), gradients, strict=True):
+            assert torch.equal(got, gradient)
+
+
+@every_device
 @pytest.mark.parametrize("dtype", frameworks.DTYPES)
 def test_gradients_have_the_dtype_of_their_tensors(place, dtype):
     a, b = followed(place, 2, 5, 3, dtype=dtype), followed(place, 2, 4, 3, seed=1, dtype=dtype)
@@ -220,10 +278,39 @@ def test_the_gradient_weighs_each_pair(place):
     a, b = normal(3, 5, 2), normal(1, 4, 2, seed=1)
     weights = np.array([0.5, -2.0, 3.0])
     tensors = [place.array(x).requires_grad_() for x in (a, b)]
-    adapter.soft_dtw(*tensors).backward(place.array(weights))
-    _, *expected = dtw_oracle.batch(a, b, 1.0, weights)
-    for tensor, wanted, name in zip(tensors, expected, ["grad_a", "grad_b"], strict=True):
-        assert_close(place.numpy(tensor.grad), wanted, f"soft_dtw.{name}")
+    options = {"cost": "euclidean", "bandwidth": [1, 0, 4], "lengths_a": [5, 3, 1]}
+    for given in ({}, options):
+        values = adapter.soft_dtw(*tensors, **given)
+        gradients = torch.autograd.grad(values, tensors, place.array(weights))
+        _, *expected = dtw_oracle.batch(a, b, 1.0, weights, **given)
+        for got, wanted, name in zip(gradients, expected, ["grad_a", "grad_b"], strict=True):
+            assert_close(place.numpy(got), wanted, f"soft_dtw.{name}")
+
+
+@every_device
+def test_pairs_that_are_not_finite(place):
+    """Their gradients are NaN or 0, whatever weighs them; those of others stay what they are."""
+    a, b = normal(4, 6, 2), normal(4, 5, 2, seed=1)
+    lengths, weights = [6, 6, 6, 5], np.array([2.0, -3.0, 0.5, 4.0])
+    a[1, 2, 0], a[2, 0, 1], a[3, 5] = np.nan, np.inf, np.nan
+    tensors = [place.array(x).requires_grad_() for x in (a, b)]
+    values = adapter.soft_dtw(*tensors, lengths_a=lengths)
+    values.backward(place.array(weights))
+    wanted, *expected = dtw_oracle.batch(a, b, 1.0, weights, lengths_a=lengths)
+    assert_close(place.numpy(values), wanted, "soft_dtw.values")
+    for tensor, gradient, name in zip(tensors, expected, ["grad_a", "grad_b"], strict=True):
+        assert_close(place.numpy(tensor.grad), gradient, f"soft_dtw.{name}")
+    assert not tensors[0].grad[2].any() and not tensors[0].grad[3, 5].any()
+
+
+@every_device
+def test_a_gamma_that_autograd_follows_is_refused(place):
+    """There is no derivative by gamma here, and none is dropped in silence."""
+    a, b, gamma = followed(place, 2, 5, 2), plain(place, 2, 4, 2, seed=1), torch.ones(2)
+    gamma = gamma.to(a.device).requires_grad_()
+    for series in (a, a.detach()):
+        with pytest.raises((ValueError, NotImplementedError), match=r"^gamma: expected .+; .+"):
+            adapter.soft_dtw(series, b, gamma=gamma)
 
 
 @every_device
@@ -294,6 +381,23 @@ def test_inputs_changed_before_the_backward_are_noticed(place):
     b += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         value.backward()
+
+
+@every_device
+def test_options_changed_before_the_backward_change_nothing_unnoticed(place):
+    a, b = followed(place, 2, 5, 2), plain(place, 2, 4, 2, seed=1)
+    numbers = {"gamma": [0.5, 2.0], "bandwidth": [1, 2], "lengths_a": [5, 3], "lengths_b": [2, 4]}
+    wanted = torch.autograd.grad(adapter.soft_dtw(a, b, **numbers).sum(), a)[0]
+    for name, new in {"gamma": 1, "bandwidth": 0, "lengths_a": 4, "lengths_b": 1}.items():
+        options = as_tensors(place, numbers)
+        value = adapter.soft_dtw(a, b, **options).sum()
+        options[name].fill_(new)
+        try:
+            (got,) = torch.autograd.grad(value, a)
+        except RuntimeError as noticed:
+            assert "modified by an inplace operation" in str(noticed)
+        else:
+            assert torch.equal(got, wanted)
 
 
 # The state:
@@ -399,25 +503,39 @@ def test_the_loss_is_a_module():
     "error, argument, options",
     [
         (ValueError, "gamma", {"gamma": -1.0}),
-        (NotImplementedError, "gamma", {"gamma": 0}),
-        (NotImplementedError, "cost", {"cost": "euclidean"}),
+        (ValueError, "gamma", {"gamma": [1.0, -1.0]}),
+        (TypeError, "gamma", {"gamma": "1"}),
         (ValueError, "cost", {"cost": "other"}),
-        (NotImplementedError, "bandwidth", {"bandwidth": 3}),
+        (ValueError, "bandwidth", {"bandwidth": -1}),
+        (TypeError, "bandwidth", {"bandwidth": 1.5}),
         (NotImplementedError, "normalize", {"normalize": True}),
         (ValueError, "reduction", {"reduction": "max"}),
     ],
 )
 def test_options_of_the_loss(error, argument, options):
-    with pytest.raises(error, match=rf"^{argument}: expected .+, got .+; .+"):
-        adapter.SoftDTWLoss(**options)
-
-
-def test_lengths_come_later():
     x = torch.zeros(2, 3, 1)
-    lengths = torch.tensor([2, 3])
-    for options in ({"lengths_x": lengths}, {"lengths_y": lengths}):
-        with pytest.raises(NotImplementedError, match=r"^lengths_[abxy]: expected .+, got .+; .+"):
-            adapter.SoftDTWLoss()(x, x, **options)
+    with pytest.raises(error, match=rf"^{argument}: expected .+, got .+; .+"):
+        adapter.SoftDTWLoss(**options)(x, x)
+
+
+@pytest.mark.parametrize("argument", ["lengths_x", "lengths_y"])
+@pytest.mark.parametrize(
+    "lengths, error", [([2, 4], ValueError), ([0, 3], ValueError), ([1.0, 2.0], TypeError)]
+)
+def test_lengths_of_the_loss(argument, lengths, error):
+    x = torch.zeros(2, 3, 1, requires_grad=True)
+    for form in (lengths, torch.tensor(lengths)):
+        with pytest.raises(error, match=r"^lengths_[abxy]: expected .+, got .+; .+"):
+            adapter.SoftDTWLoss()(x, x, **{argument: form})
+
+
+@every_device
+def test_gamma_of_0_is_hard_dtw(place):
+    a, b = followed(place, 2, 5, 2), plain(place, 2, 4, 2, seed=1)
+    loss = adapter.SoftDTWLoss(gamma=0, reduction="sum")(a, b)
+    wanted, (grad_a, _) = cuseq.soft_dtw_value_and_grad(a.detach(), b, gamma=0)
+    loss.backward()
+    assert torch.equal(loss, wanted.sum()) and torch.equal(a.grad, grad_a)
 
 
 @every_device
@@ -487,6 +605,14 @@ def graph_cases(place):
     def soft_dtw(a, b):
         return adapter.soft_dtw(a, b, gamma=0.5)
 
+    lengths = place.array(np.array([70, 1, 40], np.int32))
+    radii, gammas = place.array(np.array([9, 0, 100])), place.array(np.array([0.1, 1.0, 0.0]))
+
+    def soft_dtw_with_options(a, b):
+        return adapter.soft_dtw(
+            a, b, gamma=gammas, cost="euclidean", bandwidth=radii, lengths_a=lengths
+        )
+
     def conv(x, weight, bias, state):
         return torch.cat(
             adapter.causal_conv1d_with_state(
@@ -500,15 +626,19 @@ def graph_cases(place):
         y = adapter.causal_conv1d_update(x, state, weight, bias)
         return torch.cat((y, state), dim=2)
 
+    series = followed(place, 3, 70, 2), followed(place, 3, 50, 2, seed=1)
     return {
-        "soft_dtw": (soft_dtw, (followed(place, 3, 70, 2), followed(place, 3, 50, 2, seed=1))),
+        "soft_dtw": (soft_dtw, series),
+        "soft_dtw_with_options": (soft_dtw_with_options, series),
         "causal_conv1d": (conv, conv_tensors(place, D=33, L=300)),
         "causal_conv1d_update": (update, conv_tensors(place, D=33, L=2)),
     }
 
 
 @over([TORCH_CUDA])
-@pytest.mark.parametrize("name", ["soft_dtw", "causal_conv1d", "causal_conv1d_update"])
+@pytest.mark.parametrize(
+    "name", ["soft_dtw", "soft_dtw_with_options", "causal_conv1d", "causal_conv1d_update"]
+)
 def test_forward_and_backward_in_a_cuda_graph(place, name):
     """What waits for the device can not be captured; a replay computes with the new inputs."""
     function, tensors = graph_cases(place)[name]

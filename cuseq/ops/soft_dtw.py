@@ -1,48 +1,24 @@
 """Soft-DTW: a differentiable alignment loss between time series."""
 
-from functools import lru_cache
-from typing import NamedTuple
+import math
+import numbers
 
 import numpy as np
 
-from cuseq.host import soft_dtw as host
-from cuseq.runtime import arrays, checks, kernels
-from cuseq.runtime.arrays import HOST, Array
-from cuseq.runtime.kernels import C_TYPES
+from cuseq.ops import soft_dtw_engine as engine
+from cuseq.ops.soft_dtw_engine import (
+    ALIGNMENT,
+    ENTROPY,
+    GIVEN,
+    SERIES,
+    Call,
+    Numbers,
+    Problem,
+)
+from cuseq.runtime import arrays, checks
 
-FILE = "soft_dtw.cu"
-WARP = 32  # rows of a stripe
-STEPS = 16  # columns a lane takes between two barriers
-RESIDENT_WARPS = 16  # that keep one multiprocessor busy
-ROUND_THREADS = 256
-LONGEST = 2**30  # columns are counted in 32 bits
-
-
-class Problem(NamedTuple):
-    """A call in host numbers: B pairs of series of lengths N and M with D features."""
-
-    B: int
-    N: int
-    M: int
-    D: int
-    dtype: str
-    device: int
-
-    @property
-    def real(self):
-        """The dtype that is computed in; the values have it."""
-        return "float64" if self.dtype == "float64" else "float32"
-
-
-class Plan(NamedTuple):
-    """How kernels/soft_dtw.cu runs a problem."""
-
-    macros: tuple
-    grid: int
-    block: int
-    one_row: int  # bytes: a row of cells a pair, for a forward that keeps nothing
-    kept_rows: int  # bytes
-    kept_lanes: int  # bytes
+COSTS = ("sqeuclidean", "euclidean", "cityblock", "cosine")
+LONGEST = 2**30  # rows and columns are counted in 32 bits
 
 
 def soft_dtw(
@@ -51,8 +27,8 @@ def soft_dtw(
     """Soft-DTW value of each pair of time series.
 
     ``R[i,j] = C[i,j] + softmin(R[i-1,j-1], R[i-1,j], R[i,j-1])`` with
-    ``softmin(r) = -gamma log sum exp(-r / gamma)`` and ``C[i,j] = |a[i] - b[j]|^2``; the value is
-    the last R. It is below the DTW distance and approaches it as gamma goes to 0; it may be
+    ``softmin(r) = -gamma log sum exp(-r / gamma)`` and C[i,j] the cost of a[i] and b[j]; the value
+    is the last R. It is below the DTW distance and approaches it as gamma goes to 0; it may be
     negative.
 
     Args:
@@ -60,20 +36,31 @@ def soft_dtw(
             any library, in host memory or on a CUDA device.
         b: series of shape (M,), (M, D) or (B, M, D), of the same dtype and device. A batch of 1
             meets every series of the other batch.
-        gamma: smoothing, a number above 0 in units of the cost.
-        cost: "sqeuclidean", the squared Euclidean distance (not halved).
-        bandwidth, lengths_a, lengths_b: not in this release; leave them None.
+        gamma: smoothing in units of the cost, a number or one a sample (B,); 0 is DTW, the hard
+            minimum.
+        cost: "sqeuclidean" (the squared Euclidean distance, not halved), "euclidean", "cityblock"
+            or "cosine", as SciPy means them. "euclidean" and "cityblock" have slope 0 where points
+            coincide. The cosine distance of a zero vector is NaN.
+        bandwidth: radius of the Sakoe-Chiba band in steps, an integer or one a sample (B,): cell
+            (i, j) is inside when |i - j| <= bandwidth; for series of different lengths the band is
+            wider by the difference of their lengths, toward the longer side. Only blocks of cells
+            inside are visited. None is no band.
+        lengths_a, lengths_b: how long each series of a and b is, integers (B,); what lies beyond
+            does not matter. None is N and M.
+
+    Gamma, bandwidth and lengths may be Python sequences or arrays of any library. On a CUDA device
+    they are not read by the host: a sample whose entry is out of range has value NaN.
 
     Returns:
         Values of shape (B,), or () for a single pair, as the kind of array that `a` is: float64
-        for float64 series, else float32. An empty batch gives an empty result. On a CUDA device
-        a total cost beyond 6e8 gamma is out of range and gives inf.
+        for float64 series, else float32. An empty batch gives an empty result. NaN within a series
+        gives NaN for its sample alone; an infinite entry, and a total cost that overflows or
+        exceeds 1e27 gamma (1e279 in float64), gives inf.
 
     Raises:
-        ValueError: for shapes that do not fit, an empty series, a gamma that is not above 0,
-            arrays on different devices, or a tensor that autograd follows.
+        ValueError: for shapes that do not fit, an empty series, a gamma, bandwidth or length out of
+            range, arrays on different devices, or a tensor that autograd follows.
         TypeError: for dtypes that are not floating or differ, and for what is no array.
-        NotImplementedError: for an option that this release does not have.
 
     Source: M. Cuturi and M. Blondel, "Soft-DTW: a differentiable loss function for time-series",
     ICML 2017.
@@ -82,9 +69,11 @@ def soft_dtw(
     >>> a, b = np.array([1.0, 2.0, 2.0, 3.0]), np.array([1.0, 2.0, 3.0, 4.0])
     >>> print(f"{cuseq.soft_dtw(a, b, gamma=1.0):.6f}")
     -0.895444
+    >>> print(cuseq.soft_dtw(a, b, gamma=0.0))
+    1.0
     """
-    gamma = check_options(gamma, cost, bandwidth, lengths_a, lengths_b)
-    values, _ = _forward(_borrow("soft_dtw", a, b), gamma, keep=False)
+    call = borrow("soft_dtw", a, b, gamma, cost, bandwidth, lengths_a, lengths_b)
+    values, _ = engine.forward(call)
     return arrays.give_back(values, a)
 
 
@@ -93,7 +82,7 @@ def soft_dtw_value_and_grad(
 ):
     """Soft-DTW values, and the gradients of their sum with respect to both batches of series.
 
-    ``grad_a[i] = sum_j E[i,j] 2 (a[i] - b[j])`` where E, the derivative of the value by the cost,
+    ``grad_a[i] = sum_j E[i,j] dC[i,j]/da[i]`` where E, the derivative of the value by the cost,
     is the expected alignment; grad_b likewise.
 
     Args: as `soft_dtw`.
@@ -101,7 +90,8 @@ def soft_dtw_value_and_grad(
     Returns:
         values, (grad_a, grad_b): values as `soft_dtw` returns them; each gradient has the shape and
         dtype of its series. A series that met a whole batch has the sum over the batch.
-        A sample whose value is NaN has gradients NaN, one whose value is infinite has 0.
+        A sample whose value is NaN has gradients NaN, one whose value is infinite has 0, and so has
+        what lies beyond a length.
 
     Raises: as `soft_dtw`.
 
@@ -111,71 +101,101 @@ def soft_dtw_value_and_grad(
     >>> np.round(grad_a, 5)
     array([-4.00006, -2.28523, 10.16433])
     """
-    gamma = check_options(gamma, cost, bandwidth, lengths_a, lengths_b)
-    call = _borrow("soft_dtw", a, b)
-    if call.problem.device == HOST:  # its backward finds the values on the way
-        values, kept = arrays.empty(call.values_shape, call.problem.real, call.a), None
-    else:
-        values, kept = _forward(call, gamma, keep=True)
-    gradients = _backward(call, gamma, None, values, kept)
+    call = borrow("soft_dtw", a, b, gamma, cost, bandwidth, lengths_a, lengths_b)
+    values, gradients = engine.value_and_gradients(call, SERIES)
     return arrays.give_back(values, a), tuple(arrays.give_back(grad, a) for grad in gradients)
 
 
-def forward_keeping(a, b, *, gamma):
+def soft_dtw_alignment(
+    a, b, *, gamma=1.0, cost="sqeuclidean", bandwidth=None, lengths_a=None, lengths_b=None
+):
+    """Expected alignment of each pair of time series: E[i,j] = d value / d C[i,j].
+
+    E[i,j] is the share of all paths, each weighted by exp(-cost / gamma), that crosses cell (i, j):
+    between 0 and 1, and 1 in the first and the last cell. With gamma 0 it is 1 along one cheapest
+    path (of equal predecessors the diagonal one, then the one above) and 0 elsewhere.
+
+    Args: as `soft_dtw`.
+
+    Returns:
+        E of shape (B, N, M), or (N, M) for a single pair, in the dtype of the values. It is exactly
+        0 outside of the band and beyond the lengths, and for a sample whose value is infinite.
+
+    Raises: as `soft_dtw`.
+
+    >>> import numpy as np, cuseq
+    >>> cuseq.soft_dtw_alignment(np.array([1.0, 2.0, 3.0]), np.array([1.0, 3.0]), gamma=0.0)
+    array([[1., 0.],
+           [0., 1.],
+           [0., 1.]])
+    """
+    call = borrow("soft_dtw", a, b, gamma, cost, bandwidth, lengths_a, lengths_b)
+    _, (E,) = engine.value_and_gradients(call, ALIGNMENT)
+    return arrays.give_back(E, a)
+
+
+def soft_dtw_value_and_grad_gamma(
+    a, b, *, gamma=1.0, cost="sqeuclidean", bandwidth=None, lengths_a=None, lengths_b=None
+):
+    """Soft-DTW values, and the derivative of each by its gamma.
+
+    ``d value / d gamma = (value - <E, C>) / gamma``, which is minus the entropy of the alignment;
+    it is added up from the entropies of the cells' weights, so that nothing cancels. 0 at gamma 0.
+
+    Args: as `soft_dtw`.
+
+    Returns:
+        values, grad_gamma: both of shape (B,), or () for a single pair, whatever gamma's shape.
+
+    Raises: as `soft_dtw`.
+
+    >>> import numpy as np, cuseq
+    >>> value, slope = cuseq.soft_dtw_value_and_grad_gamma(np.zeros(2), np.zeros(2), gamma=0.5)
+    >>> print(f"{slope:.6f}")  # three paths, all alike: -log 3
+    -1.098612
+    """
+    call = borrow("soft_dtw", a, b, gamma, cost, bandwidth, lengths_a, lengths_b)
+    values, (grad_gamma,) = engine.value_and_gradients(call, ENTROPY)
+    return arrays.give_back(values, a), arrays.give_back(grad_gamma, a)
+
+
+def forward_keeping(a, b, **options):
     """For adapters: values as `soft_dtw` returns them, and what `backward` wants of this forward.
 
-    Kept are (rows, lanes), opaque arrays of the caller's kind: the last of every 32 rows, and each
-    lane's state at every 16th column. On the host both are None.
+    That is an opaque array of the caller's kind, None on the host. `options` are all of soft_dtw's.
     """
-    call = _borrow("soft_dtw", a, b)
-    values, kept = _forward(call, checks.gamma(gamma), keep=True)
-    return arrays.give_back(values, a), tuple(x and arrays.give_back(x, a) for x in kept)
+    values, kept = engine.forward(borrow("soft_dtw", a, b, **options), SERIES)
+    return arrays.give_back(values, a), kept and arrays.give_back(kept, a)
 
 
-def backward(grad_values, a, b, values, kept, *, gamma):
+def backward(grad_values, a, b, values, kept, **options):
     """For adapters: (grad_a, grad_b) of ``sum(grad_values * values)``.
 
     grad_values has the shape and dtype of the values; values and kept are what `forward_keeping`
-    returned for the same series and gamma.
+    returned for the same series and options.
     """
-    call = _borrow("soft_dtw", a, b)
+    call = borrow("soft_dtw", a, b, **options)
     grad_values = arrays.borrow("grad_values", grad_values, "soft_dtw")
     checks.shape("grad_values", grad_values, call.values_shape, "(B,) or ()", "pass one a value")
     checks.same_dtype("grad_values", grad_values, "the values", call.problem.real)
     checks.same_device("grad_values", grad_values, "a", call.a)
     values = arrays.borrow("values", values, "soft_dtw")
-    kept = tuple(x if x is None else arrays.borrow("kept", x, "soft_dtw") for x in kept)
-    gradients = _backward(call, checks.gamma(gamma), grad_values, values, kept)
+    kept = None if kept is None else arrays.borrow("kept", kept, "soft_dtw")
+    gradients = engine.backward(call, grad_values, values, kept, SERIES)
     return tuple(arrays.give_back(grad, a) for grad in gradients)
 
 
-class Call(NamedTuple):
-    """The borrowed series of a call, seen as (B, N, D) and (B, M, D), and its problem."""
-
-    a: Array
-    b: Array
-    a_shape: tuple
-    b_shape: tuple
-    values_shape: tuple
-    problem: Problem
+# ---- borrowing
 
 
-def check_options(gamma, cost, bandwidth, lengths_a, lengths_b):
-    """Refuse what is not in this release; returns gamma as a float."""
-    checks.one_of("cost", cost, ("sqeuclidean", "euclidean", "cityblock", "cosine"))
-    checks.not_yet("cost", cost, "sqeuclidean")
-    checks.not_yet("bandwidth", bandwidth, None)
-    checks.not_yet("lengths_a", lengths_a, None)
-    checks.not_yet("lengths_b", lengths_b, None)
-    return checks.gamma(gamma)
-
-
-def _borrow(operator, a, b):
+def borrow(operator, a, b, gamma, cost, bandwidth, lengths_a, lengths_b):
+    """The call of a public function on series; everything wrong raises here."""
     a, b = arrays.borrow("a", a, operator), arrays.borrow("b", b, operator)
     checks.floating("a", a)
     checks.floating("b", b)
     checks.same_dtype("b", b, "a", a.dtype)
     checks.same_device("b", b, "a", a)
+    checks.one_of("cost", cost, COSTS)
     a3, b3 = _batch_of_series("a", a), _batch_of_series("b", b)
     if a3.shape[2] != b3.shape[2]:
         raise ValueError(
@@ -197,9 +217,45 @@ def _borrow(operator, a, b):
             )
         )
     B = batches[1] if batches[0] == 1 else batches[0]
-    problem = Problem(B, a3.shape[1], b3.shape[1], a3.shape[2], a.dtype, a.device)
+    sizes = B, a3.shape[1], b3.shape[1], a3.shape[2], *batches
     single = len(a.shape) < 3 and len(b.shape) < 3
-    return Call(a3, b3, a.shape, b.shape, () if single else (B,), problem)
+    options = gamma, bandwidth, lengths_a, lengths_b
+    call = _call(operator, sizes, a, cost, options)
+    return call._replace(values_shape=() if single else (B,), shapes=(a.shape, b.shape), a=a3, b=b3)
+
+
+def borrow_cost(operator, C, gamma, bandwidth, lengths_a, lengths_b):
+    """The call of a public function on a cost matrix; everything wrong raises here."""
+    C = arrays.borrow("C", C, operator)
+    checks.floating("C", C)
+    if len(C.shape) not in (2, 3):
+        raise ValueError(
+            checks.sentence("C", "shape (N, M) or (B, N, M)", C.shape, "add or flatten axes")
+        )
+    C3 = C if len(C.shape) == 3 else C.seen_as(None, 0, 1)
+    for axis in 1, 2:
+        _check_length("C", C3.shape[axis])
+    B, N, M = C3.shape
+    call = _call(operator, (B, N, M, 0, B, B), C, GIVEN, (gamma, bandwidth, lengths_a, lengths_b))
+    return call._replace(values_shape=C.shape[:-2], shapes=(C.shape,), C=C3)
+
+
+def _call(operator, sizes, first, cost, options):
+    """A call without its arrays: the problem and the options, checked."""
+    B, N, M = sizes[:3]
+    gamma, bandwidth, lengths_a, lengths_b = options
+    gamma, hard = _gamma(gamma, B, first, operator)
+    lengths_a = _integers("lengths_a", lengths_a, B, (1, N), first, operator)
+    lengths_b = _integers("lengths_b", lengths_b, B, (1, M), first, operator)
+    bandwidth = _integers("bandwidth", bandwidth, B, (0, math.inf), first, operator)
+    width, banded = M, bandwidth is not None
+    if banded and bandwidth.each is None:
+        bandwidth = Numbers(min(bandwidth.one, LONGEST))
+        if not (lengths_a or lengths_b):
+            width = min(M, 2 * bandwidth.one + abs(N - M))
+            banded = bandwidth.one < min(N, M) - 1  # else every cell is inside
+    problem = Problem(*sizes, first.dtype, cost, hard, banded, width, first.device)
+    return Call(problem, (B,), (), None, None, None, gamma, bandwidth, lengths_a, lengths_b)
 
 
 def _batch_of_series(name, x):
@@ -215,116 +271,43 @@ def _batch_of_series(name, x):
             )
         )
     x = x.seen_as(*axes)
-    if not 0 < x.shape[1] <= LONGEST:
-        raise ValueError(
-            checks.sentence(
-                name, f"a length of 1 to {LONGEST}", x.shape[1], "leave such series out"
-            )
-        )
+    _check_length(name, x.shape[1])
     return x
 
 
-@lru_cache(maxsize=1024)
-def plan(problem, limits):
-    """The plan of a problem on a device with these limits.
-
-    Few pairs get several warps each, as many as a pair has stripes of rows; many pairs one each.
-    """
-    B, N, M, _, dtype, _ = problem
-    stripes, chunks = -(-N // WARP), -(-(M + WARP - 1) // STEPS)
-    warps_to_fill = limits.multiprocessors * RESIDENT_WARPS // max(B, 1)
-    most = 8 if dtype == "float64" else 16  # float64 takes twice the registers
-    warps = 1
-    while 2 * warps <= min(warps_to_fill, most) and warps < stripes:
-        warps *= 2
-    cell = 16 if dtype == "float64" else 8  # bytes
-    return Plan(
-        macros=(
-            ("X_T", C_TYPES[dtype]),
-            ("REAL", C_TYPES[problem.real]),
-            ("WARPS", warps),
-            ("STEPS", STEPS),
-        ),
-        grid=B,
-        block=WARP * warps,
-        one_row=B * M * cell,
-        kept_rows=B * (stripes - 1) * M * cell,
-        kept_lanes=B * stripes * chunks * WARP * 2 * cell,
-    )
-
-
-def _forward(call, gamma, keep):
-    """Values, and (rows, lanes) for a backward: (None, None) where nothing is kept."""
-    problem, like = call.problem, call.a
-    values = arrays.empty(call.values_shape, problem.real, like)
-    if problem.device == HOST:
-        host.forward(call.a.numpy(), call.b.numpy(), gamma, values.numpy().reshape(-1))
-        return values, (None, None)
-    how = plan(problem, kernels.device_limits(problem.device))
-    rows = arrays.empty((how.kept_rows if keep else how.one_row,), "uint8", like)
-    lanes = arrays.empty((how.kept_lanes,), "uint8", like) if keep else None
-    if problem.B:
-        args = (
-            *_pairs(call, gamma),
-            values.pointer,
-            rows.pointer,
-            lanes.pointer if keep else 0,
+def _check_length(name, length):
+    if not 0 < length <= LONGEST:
+        raise ValueError(
+            checks.sentence(name, f"a length of 1 to {LONGEST}", length, "leave such series out")
         )
-        with arrays.launching(call.a, call.b) as launch:
-            launch(FILE, "soft_dtw_forward", how.macros, how.grid, how.block, args)
-    return values, (rows, lanes) if keep else (None, None)
 
 
-def _backward(call, gamma, grad_values, values, kept):
-    """(grad_a, grad_b); on the host, which keeps nothing, the values are written as well."""
-    problem, like = call.problem, call.a
-    grad_a = arrays.empty(call.a_shape, problem.dtype, like)
-    grad_b = arrays.empty(call.b_shape, problem.dtype, like)
-    if problem.device == HOST:
-        host.backward(
-            None if grad_values is None else grad_values.numpy().reshape(-1),
-            call.a.numpy(),
-            call.b.numpy(),
-            gamma,
-            values.numpy().reshape(-1),
-            grad_a.numpy().reshape(call.a.shape),
-            grad_b.numpy().reshape(call.b.shape),
-        )
-        return grad_a, grad_b
-    how = plan(problem, kernels.device_limits(problem.device))
-    sums_a, sums_b = _sums(problem, grad_a, call.a), _sums(problem, grad_b, call.b)
-    with arrays.launching(call.a, call.b, grad_values) as launch:
-        if problem.B:
-            handed_up = arrays.empty((problem.B * problem.M,), problem.real, like)
-            args = (
-                0 if grad_values is None else grad_values.pointer,
-                0 if grad_values is None or not grad_values.shape else grad_values.strides[0],
-                values.pointer,
-                *_pairs(call, gamma),
-                *(x.pointer for x in (*kept, handed_up, sums_a, sums_b)),
-            )
-            launch(FILE, "soft_dtw_backward", how.macros, how.grid, how.block, args)
-        for grad, sums, series in ((grad_a, sums_a, call.a), (grad_b, sums_b, call.b)):
-            if sums is not grad and grad.size:
-                size = series.shape[1] * series.shape[2]
-                args = sums.pointer, problem.B, size, int(series.shape[0] == 1), grad.pointer
-                blocks = -(-grad.size // ROUND_THREADS)
-                launch(FILE, "soft_dtw_round_gradient", how.macros, blocks, ROUND_THREADS, args)
-    return grad_a, grad_b
+def _gamma(gamma, B, first, operator):
+    """Numbers, and whether some may be 0."""
+    if isinstance(gamma, numbers.Real) and not isinstance(gamma, bool):
+        one = checks.gamma(gamma)
+        return Numbers(one), one == 0
+    each, on_host = arrays.real_array("gamma", gamma, first, operator)
+    checks.per_sample("gamma", each, B)
+    if on_host is None:
+        return Numbers(0.0, each), True
+    for value in np.unique(on_host):
+        checks.gamma(value)
+    return Numbers(0.0, each), bool((on_host == 0).any())
 
 
-def _pairs(call, gamma):
-    """Both series, their sizes and gamma, as both kernels take them."""
-    problem = call.problem
-    args = []
-    for series in (call.a, call.b):
-        pointer, batch, row, feature = series.flat
-        args += [pointer, batch if series.shape[0] > 1 else 0, row, feature]
-    return (*args, problem.N, problem.M, problem.D, np.float64(gamma))
-
-
-def _sums(problem, grad, series):
-    """Where a gradient is added up: in place, unless it is to be rounded or summed over a batch."""
-    if problem.dtype == problem.real and series.shape[0] == problem.B:
-        return grad
-    return arrays.empty((problem.B, *series.shape[1:]), problem.real, grad)
+def _integers(name, value, B, limits, first, operator):
+    """An integer option as Numbers, or None."""
+    if value is None:
+        return None
+    least, most = limits
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        checks.within(name, value, value, least, most)
+        if name == "bandwidth":
+            return Numbers(int(value))
+        value = [int(value)] * B
+    each, on_host = arrays.index_array(name, value, first, operator)
+    checks.per_sample(name, each, B)
+    if on_host is not None and on_host.size:
+        checks.within(name, on_host.min(), on_host.max(), least, most)
+    return Numbers(0, each)

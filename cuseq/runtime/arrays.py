@@ -8,6 +8,7 @@ No library is imported to recognise its arrays: an array of a library that was n
 cannot exist.
 """
 
+import math
 import sys
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cuseq.runtime import kernels
+from cuseq.runtime import checks, kernels
 from cuseq.runtime.checks import sentence
 
 HOST = -1  # the device number of host memory; CUDA devices are 0, 1, ...
@@ -35,10 +36,7 @@ class Array(NamedTuple):
     @property
     def size(self):
         """The number of elements."""
-        count = 1
-        for length in self.shape:
-            count *= length
-        return count
+        return math.prod(self.shape)
 
     @property
     def device_name(self):
@@ -91,19 +89,40 @@ def index_array(name, values, first, operator):
     Returns an `Array` of int32 or int64 on the device of `first`, and the host's copy of its
     values where they can be checked (None for an array that came on a CUDA device).
     """
-    if isinstance(values, (list, tuple, range)):
-        try:
-            values = np.asarray(values, dtype=np.int64 if len(values) == 0 else None)
-        except ValueError as ragged:
-            raise ValueError(
-                sentence(name, "a flat sequence of integers", "a ragged one", "give one a row")
-            ) from ragged
-    array = borrow(name, values, operator)
-    if array.dtype not in ("int32", "int64"):
+    array = borrow(name, _sequence(name, values, "integers"), operator)
+    if array.dtype not in checks.INTEGER:
         raise TypeError(
             sentence(name, "int32 or int64", array.dtype, f"convert {name} to one of these")
         )
+    return _on_device_of(name, array, first)
+
+
+def real_array(name, values, first, operator):
+    """As `index_array` for an argument of real numbers, which is float64 if it was on the host."""
+    array = borrow(name, _sequence(name, values, "numbers"), operator)
+    on_host = array.device == HOST
+    if array.dtype not in checks.FLOATING and not (on_host and array.dtype.strip("u")[:3] == "int"):
+        raise TypeError(sentence(name, "real numbers", array.dtype, f"convert {name} to float64"))
+    if on_host:
+        array = NumPy.borrow(name, array.numpy().astype(np.float64), operator)
+    return _on_device_of(name, array, first)
+
+
+def _sequence(name, values, what):
+    """A Python sequence as a NumPy array, anything else as it is."""
+    if not isinstance(values, (list, tuple, range)):
+        return values
+    try:
+        return np.asarray(values, dtype=np.int64 if len(values) == 0 else None)
+    except ValueError as ragged:
+        raise ValueError(
+            sentence(name, f"a flat sequence of {what}", "a ragged one", "give one a row")
+        ) from ragged
+
+
+def _on_device_of(name, array, first):
     if array.device != HOST:
+        checks.same_device(name, array, "the first argument", first)
         return array, None
     on_host = array.numpy()
     if first.device == HOST:

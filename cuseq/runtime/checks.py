@@ -5,7 +5,6 @@ that the interface names and this release does not have yet.
 """
 
 import math
-import numbers
 
 FLOATING = ("float64", "float32", "float16", "bfloat16")
 INTEGER = ("int32", "int64")
@@ -75,28 +74,32 @@ def not_yet(name, value, only):
 
 
 def gamma(value):
-    """The smoothing as a positive finite float."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        if isinstance(value, (list, tuple)) or hasattr(value, "__dlpack__"):
-            raise NotImplementedError(
-                sentence("gamma", "one number in this release", _brief(value), "pass one float")
-            )
-        raise TypeError(
-            sentence("gamma", "a positive number", _brief(value), "pass a float such as gamma=1.0")
-        )
+    """The smoothing as a finite float of at least 0."""
     try:
         value = float(value)
     except OverflowError:  # an int beyond every float
         value = math.inf
-    if value == 0.0:
-        raise NotImplementedError(
-            sentence("gamma", "a number above 0 in this release", value, "pass a small gamma")
-        )
-    if not (value > 0.0 and math.isfinite(value)):
+    if not (value >= 0.0 and math.isfinite(value)):
         raise ValueError(
-            sentence("gamma", "a finite number above 0", value, "pass a positive gamma such as 1.0")
+            sentence("gamma", "a finite number of at least 0", value, "pass a gamma such as 1.0")
         )
     return value
+
+
+def per_sample(name, array, B):
+    """Refuse an option of another shape than () and (B,)."""
+    if array.shape not in ((), (B,)):
+        raise ValueError(
+            sentence(name, f"shape (B,) = ({B},)", array.shape, "pass one number, or one a sample")
+        )
+
+
+def within(name, lowest, highest, least, most):
+    """Refuse an integer option whose values, from `lowest` to `highest`, leave least .. most."""
+    for value in lowest, highest:
+        if not least <= value <= most:
+            expected = f"at least {least}" if most == math.inf else f"{least} to {most}"
+            raise ValueError(sentence(name, expected, int(value), "correct this entry"))
 
 
 def _brief(value):

@@ -16,6 +16,7 @@ the process, with a report that names the line of the kernel.
 import ctypes
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -64,6 +65,7 @@ class CpuKernel:
     def __init__(self, file, function, macros=()):
         self.function = function
         library = _load(KERNELS / file, function, tuple(macros))
+        self._in_order = "__nanosleep" in _text(KERNELS / file)
         self._launch = library.launch
         self._launch.restype = ctypes.c_char_p
         library.signature.restype = ctypes.c_char_p
@@ -84,7 +86,7 @@ class CpuKernel:
         ]
         pointers = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
         order = ctypes.c_ulonglong(globals()["seed"] if seed is None else seed)
-        failure = self._launch(grid, block, pointers, order)
+        failure = self._launch(grid, block, pointers, order, self._in_order)
         if failure:
             raise RuntimeError(f"{self.function}: {failure.decode()}")
 
@@ -138,6 +140,14 @@ def _bytes(name, arg, kind, size):
 
 
 _kernel = cache(CpuKernel)
+
+
+def _text(path):
+    """The text of a source and of the headers beside it that it includes."""
+    headers = [
+        path.parent / name for name in re.findall(r'#include "(\w+\.cuh)"', path.read_text())
+    ]
+    return "".join([path.read_text(), *map(_text, headers)])
 
 
 @cache

@@ -140,6 +140,7 @@ inline int __clz(int v) { return v ? __builtin_clz(v) : 32; }
 inline int __ffs(int v) { return __builtin_ffs(v); }
 
 template <class T> T __ldg(const T* p) { return *p; }
+template <class T> T __ldcv(const T* p) { return *p; }
 
 // Integers only: float atomics would make a result depend on the order of the threads.
 #define ATOMIC_ADD(T) inline T atomicAdd(T* p, T v) { T old = *p; *p = old + v; return old; }
@@ -164,6 +165,9 @@ void meet_block(const char* what, const char* file, int line);
 constexpr int GET_BALLOT = -1;
 unsigned long long meet_warp(const char* what, unsigned mask, unsigned long long value, int source,
                              const char* file, int line);
+
+// A block waits for one that has not been run: it is stuck.
+void wait_for_another_block(const char* file, int line);
 
 template <class T>
 T shuffle(const char* what, unsigned mask, T value, int source, const char* file, int line) {
@@ -220,6 +224,8 @@ T __shfl_xor_sync(unsigned mask, T value, int bits, int width = warpSize, PLACE)
 #undef PLACE
 
 inline void __threadfence() {}
+// Who sleeps waits for another block: those before it have ended, so it would wait for ever.
+#define __nanosleep(t) cuda_on_cpu::wait_for_another_block(__FILE__, __LINE__)
 inline void __threadfence_block() {}
 unsigned __activemask() = delete;  // says nothing that a program may rely on
 
@@ -228,7 +234,7 @@ unsigned __activemask() = delete;  // says nothing that a program may rely on
 namespace cuda_on_cpu {
 
 const char* run_grid(void (*thread)(void**), char* shared, char* shared_end, const unsigned* grid,
-                     const unsigned* block, void** args, unsigned long long seed);
+                     const unsigned* block, void** args, unsigned long long seed, int in_order);
 
 template <auto kernel> struct Entry;
 template <class... P, void (*kernel)(P...)> struct Entry<kernel> {
@@ -260,7 +266,7 @@ extern "C" __attribute__((visibility("hidden"))) char __bss_start[], _end[];
         return cuda_on_cpu::Entry<kernel>::signature;                                              \
     }                                                                                              \
     extern "C" const char* launch(const unsigned* grid, const unsigned* block, void** args,        \
-                                  unsigned long long seed) {                                       \
+                                  unsigned long long seed, int in_order) {                         \
         return cuda_on_cpu::run_grid(cuda_on_cpu::Entry<kernel>::thread, __bss_start, _end, grid,  \
-                                     block, args, seed);                                           \
+                                     block, args, seed, in_order);                                 \
     }

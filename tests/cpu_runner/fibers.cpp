@@ -4,7 +4,8 @@
 //
 // With seed 0 the ready fibers run first come first served and blocks in order. Any other seed
 // shuffles blocks and fibers, and lets warps run far ahead of others or not: what a missing barrier
-// lets through then shows as a wrong result under some seeds. Between two meetings a fiber is never
+// lets through then shows as a wrong result under some seeds. A kernel whose blocks wait for earlier ones
+// (it has __nanosleep) gets its blocks in order, one by one. Between two meetings a fiber is never
 // interrupted: what goes wrong only when two threads alternate within such a stretch does not show.
 
 #include <stdio.h>
@@ -274,6 +275,13 @@ void cuda_on_cpu::meet_block(const char* what, const char* file, int line) {
     leave();
 }
 
+void cuda_on_cpu::wait_for_another_block(const char* file, int line) {
+    Fiber& fiber = *current;
+    fiber.state = AT_BLOCK;
+    fiber.what = "__nanosleep", fiber.file = file, fiber.line = line, fiber.mask = ~0u;
+    leave();  // for ever: at_block does not count it
+}
+
 Word cuda_on_cpu::meet_warp(const char* what, unsigned mask, Word value, int source,
                             const char* file, int line) {
     Fiber& fiber = *current;
@@ -288,7 +296,7 @@ Word cuda_on_cpu::meet_warp(const char* what, unsigned mask, Word value, int sou
 // A null pointer, or what went wrong.
 const char* cuda_on_cpu::run_grid(void (*thread)(void**), char* shared, char* shared_end,
                                   const unsigned* grid, const unsigned* block, void** args,
-                                  Word seed) {
+                                  Word seed, int in_order) {
     launch = {thread, args};
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {block[0], block[1], block[2]};
@@ -299,7 +307,7 @@ const char* cuda_on_cpu::run_grid(void (*thread)(void**), char* shared, char* sh
     unsigned blocks = grid[0] * grid[1] * grid[2];
     unsigned* turn = static_cast<unsigned*>(malloc(blocks * sizeof(unsigned)));
     for (unsigned k = 0; k < blocks; k++) turn[k] = k;
-    mix(turn, blocks);
+    if (!in_order) mix(turn, blocks);
     bool done = true;
     for (unsigned k = 0; done && k < blocks; k++) {
         unsigned row = turn[k] / grid[0];
