@@ -33,8 +33,7 @@
 // Launch: grid (stripes * groups), stripe by stripe; block (32 * (1 + HELPERS)).
 // Compiled with: REAL; COST; C_T (type of a given cost and of its gradient); FEATURES (D, where few
 // features stay in registers, else 0); LANES; HELPERS; STEPS; MAIL (0: one stripe holds every
-// pair); BANDED (1: blocks may be partly outside of the band); HARD (1: gamma may be 0); for the
-// backward, OUTPUT.
+// pair); HARD (1: gamma may be 0); for the backward, OUTPUT.
 
 #include "soft_dtw.cuh"
 
@@ -63,6 +62,24 @@ struct Lane {  // what a lane carries from one step to the next; R relative to b
     Real corner;  // R above left
     Real base;
 };
+
+// Lanes are kept for the backward, a word of each lane of the warp side by side.
+__device__ __forceinline__ void keep(const Lane& lane, Real* to) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) to[r * WARP] = lane.left.at[r];
+#pragma unroll
+    for (int k = 0; k < COLUMNS; ++k) to[(ROWS + k) * WARP] = lane.bottom.at[k];
+    to[(ROWS + COLUMNS) * WARP] = lane.corner;
+    to[(ROWS + COLUMNS + 1) * WARP] = lane.base;
+}
+__device__ __forceinline__ void bring_back(const Real* from, Lane& lane) {
+#pragma unroll
+    for (int r = 0; r < ROWS; ++r) lane.left.at[r] = from[r * WARP];
+#pragma unroll
+    for (int k = 0; k < COLUMNS; ++k) lane.bottom.at[k] = from[(ROWS + k) * WARP];
+    lane.corner = from[(ROWS + COLUMNS) * WARP];
+    lane.base = from[(ROWS + COLUMNS + 1) * WARP];
+}
 
 struct Block {  // of a table
     Real at[ROWS][COLUMNS];
@@ -199,7 +216,7 @@ __device__ __forceinline__ void add_feature(const Real (&x)[count], const Row& y
         }
 }
 
-// The given costs of `count` rows from `row` on.
+// The given costs of `count` rows from `row` on, as far as a path may cross them.
 template <int count>
 __device__ __forceinline__ void given(const Source& source, const Place& at, int row, int block, Real (&C)[count][COLUMNS]) {
     bool spoilt = false;
@@ -208,8 +225,7 @@ __device__ __forceinline__ void given(const Source& source, const Place& at, int
 #pragma unroll
         for (int k = 0; k < COLUMNS; ++k) {
             int i = row + r, j = block * COLUMNS + k;
-            bool here = i < at.pair.n && j < at.pair.m && (!BANDED || at.pair.inside(i, j));
-            C[r][k] = here ? widen<Real>(source.C[i * source.stride_row + j * source.stride_column]) : Real(0);
+            C[r][k] = at.pair.inside(i, j) ? widen<Real>(source.C[i * source.stride_row + j * source.stride_column]) : Real(0);
             spoilt |= !(C[r][k] > -infinity());
         }
     if (spoilt) {  // known before any row that follows from this block is sent on
@@ -221,14 +237,21 @@ __device__ __forceinline__ void given(const Source& source, const Place& at, int
 // Sums over features, or given costs, into costs in the unit of R.
 template <int count>
 __device__ __forceinline__ void scale_costs(const Source& source, const Place& at, int row, int block, Real (&C)[count][COLUMNS]) {
+    int column = block * COLUMNS;
 #pragma unroll
     for (int r = 0; r < count; ++r)
 #pragma unroll
         for (int k = 0; k < COLUMNS; ++k) {
             Real sum = COST == ROOT ? sqrt(C[r][k]) : C[r][k];
             C[r][k] = min(sum * source.scale, FORBIDDEN);  // NaN, too, is FORBIDDEN
-            if (BANDED && !at.pair.inside(row + r, block * COLUMNS + k)) C[r][k] = FORBIDDEN;
         }
+    // All cells are inside if the two outermost corners are.
+    if (at.pair.inside(row + count - 1, column) && at.pair.inside(row, column + COLUMNS - 1)) return;
+#pragma unroll
+    for (int r = 0; r < count; ++r)
+#pragma unroll
+        for (int k = 0; k < COLUMNS; ++k)
+            if (!at.pair.inside(row + r, column + k)) C[r][k] = FORBIDDEN;
 }
 
 __device__ __forceinline__ void held_costs(const Source& source, const Held& held, const Place& at, int block, Block& C) {
@@ -281,23 +304,28 @@ __device__ __forceinline__ void prepare_costs(const Source& source, const Place&
 
 __device__ __forceinline__ float log2_of(float v) { return __log2f(v); }
 __device__ __forceinline__ double log2_of(double v) { return log2(v); }
-__device__ __forceinline__ float reciprocal(float v) { return __fdividef(1.0f, v); }
+// Rounded well: an error of the fast one would go into the weights of every cell on a path.
+__device__ __forceinline__ float reciprocal(float v) {
+    float r = __fdividef(1.0f, v);
+    return fmaf(r, fmaf(-v, r, 1.0f), r);
+}
 __device__ __forceinline__ double reciprocal(double v) { return 1 / v; }
 
-// softmin, where `up` is the last to be known
-__device__ __forceinline__ Real softmin(Real diagonal, Real up, Real left, bool hard) {
+// R of a cell, where `up` is the last to be known. The large number comes last: R is rounded once.
+__device__ __forceinline__ Real recurrence(Real diagonal, Real up, Real left, Real cost, bool hard) {
     Real low = min(diagonal, left), high = max(diagonal, left);
     Real least = min(low, up), middle = max(low, up);
-    if (HARD && hard) return least;
-    return least - log2_of(1 + exp2(least - middle) + exp2(least - high));
+    if (HARD && hard) return least + cost;
+    return least + (cost - log2_of(1 + exp2(least - middle) + exp2(least - high)));
 }
 
 struct Weights {  // of the predecessors of a block's cells; they add up to 1
     Block diagonal, up, left;
 };
 
-// softmin for cell (r, k), with its weights and, of OUTPUT ENTROPY, their entropy
-__device__ __forceinline__ Real softmin(Real diagonal, Real up, Real left, bool hard, int r, int k, Weights& weights, Block& entropy) {
+// R of cell (r, k) of a block, with its weights and, for OUTPUT ENTROPY, their entropy.
+__device__ __forceinline__ Real recurrence(Real diagonal, Real up, Real left, Real cost, bool hard, int r, int k,
+                                           Weights& weights, Block& entropy) {
     Real least = min(min(diagonal, left), up);
     Real d, u, l, logarithm = 0;
     if (HARD && hard) {
@@ -317,7 +345,7 @@ __device__ __forceinline__ Real softmin(Real diagonal, Real up, Real left, bool 
     if (OUTPUT == ENTROPY)  // -sum w ln w
         entropy.at[r][k] = Real(LN_2) * (logarithm + d * (diagonal - least) + u * (up - least) + l * (left - least));
 #endif
-    return least - logarithm;
+    return least + (cost - logarithm);
 }
 
 __device__ __forceinline__ Lane before_first(const Place& at) {
@@ -349,7 +377,7 @@ __device__ __forceinline__ void rebase(Lane& lane, Row& above, Real base_above) 
     for (int k = 0; k < COLUMNS; ++k) above.at[k] -= shift_above;
 }
 
-// One block: `cell(diagonal, up, left, r, k)` gives R of a cell without its cost.
+// One block: `cell(diagonal, up, left, cost, r, k)` gives R of a cell.
 template <class Cell>
 __device__ __forceinline__ void advance(Lane& lane, Row above, const Block& C, Cell cell, Block& R) {
     Real corner = lane.corner;
@@ -360,7 +388,7 @@ __device__ __forceinline__ void advance(Lane& lane, Row above, const Block& C, C
         corner = left;
 #pragma unroll
         for (int k = 0; k < COLUMNS; ++k) {
-            left = R.at[r][k] = cell(diagonal, above.at[k], left, r, k) + C.at[r][k];
+            left = R.at[r][k] = cell(diagonal, above.at[k], left, C.at[r][k], r, k);
             diagonal = above.at[k];
             above.at[k] = left;
         }
@@ -464,15 +492,7 @@ soft_dtw_forward(Index B, Index groups, Index stripes, const Pair* pairs /* [B] 
             prepare_costs(source, at, steps, chunk + 1, prepared[(chunk + 1) % 2]);
             continue;
         }
-        if (kept) {
-            Real* to = lanes + (Index(blockIdx.x) * chunks + chunk) * LANE_WORDS * WARP + threadIdx.x;
-#pragma unroll
-            for (int r = 0; r < ROWS; ++r) to[r * WARP] = lane.left.at[r];
-#pragma unroll
-            for (int k = 0; k < COLUMNS; ++k) to[(ROWS + k) * WARP] = lane.bottom.at[k];
-            to[(ROWS + COLUMNS) * WARP] = lane.corner;
-            to[(ROWS + COLUMNS + 1) * WARP] = lane.base;
-        }
+        if (kept) keep(lane, lanes + (Index(blockIdx.x) * chunks + chunk) * LANE_WORDS * WARP + threadIdx.x);
 #pragma unroll 1
         for (int t = 0; t < STEPS; ++t) {
             int block = steps.first + chunk * STEPS + t - at.lane;
@@ -489,7 +509,9 @@ soft_dtw_forward(Index B, Index groups, Index stripes, const Pair* pairs /* [B] 
                 continue;
             }
             rebase(lane, above, base_above);
-            auto cell = [&](Real diagonal, Real up, Real left, int, int) { return softmin(diagonal, up, left, hard); };
+            auto cell = [&](Real diagonal, Real up, Real left, Real c, int, int) {
+                return recurrence(diagonal, up, left, c, hard);
+            };
             if (block == last_block) {
                 Lane at_end = lane;
                 advance(at_end, above, cost, cell, R);
@@ -730,7 +752,7 @@ __device__ __forceinline__ void write_alignment(const Place& at, int block, cons
         for (int k = 0; k < COLUMNS; ++k) {
             int i = at.row + r, j = block * COLUMNS + k;
             if (i >= N || j >= M) continue;
-            bool here = i < at.pair.n && j < at.pair.m && (!BANDED || at.pair.inside(i, j));
+            bool here = at.pair.inside(i, j);
             Real e = value != value && (here || !at.pair.usable) ? value : here ? E.at[r][k] : Real(0);
             gradient[(at.index * N + i) * M + j] = narrow<C_T>(e);
         }
@@ -778,8 +800,17 @@ soft_dtw_backward(Index B, Index groups, Index stripes, const Pair* pairs /* [B]
     Span from_below = {__shfl_sync(FULL_MASK, at.from_below.first, LANES - 1, LANES),
                        __shfl_sync(FULL_MASK, at.from_below.count, LANES - 1, LANES)};
 
+    Lane lane, next;
+    auto start = [&](int chunk) {
+        bring_back(lanes + (task * chunks + chunk) * LANE_WORDS * WARP + threadIdx.x % WARP, next);
+        int block = steps.first + chunk * STEPS - at.lane;
+        inbox.clear();
+        if (MAIL && at.from_above.holds(block)) inbox.look(letters_in + block);
+    };
+
     if (OUTPUT == ALIGNMENT && sweeps) fill_outside(at, N, M, grad_C);
     int first_chunk = steps.chunks() - 1;
+    if (first_chunk >= 0 && sweeps) start(first_chunk);
     if (HELPERS > 0 && !sweeps) prepare_costs(source, at, steps, first_chunk, chunks_shared[first_chunk & 1].planes[COSTS]);
     // Helpers are one chunk behind with the gradients, and one ahead with the costs.
     for (int chunk = first_chunk; chunk >= (HELPERS > 0 && OUTPUT == SERIES ? -1 : 0); --chunk) {
@@ -798,17 +829,8 @@ soft_dtw_backward(Index B, Index groups, Index stripes, const Pair* pairs /* [B]
         if (chunk < 0) break;
 
         // the weights, forward through the chunk
-        const Real* kept = lanes + (task * chunks + chunk) * LANE_WORDS * WARP + threadIdx.x;
-        Lane lane;
-#pragma unroll
-        for (int r = 0; r < ROWS; ++r) lane.left.at[r] = kept[r * WARP];
-#pragma unroll
-        for (int k = 0; k < COLUMNS; ++k) lane.bottom.at[k] = kept[(ROWS + k) * WARP];
-        lane.corner = kept[(ROWS + COLUMNS) * WARP];
-        lane.base = kept[(ROWS + COLUMNS + 1) * WARP];
+        lane = next;
         held.take_columns(source, at, first_step - at.lane);
-        inbox.clear();
-        if (MAIL && at.from_above.holds(first_step - at.lane)) inbox.look(letters_in + first_step - at.lane);
         Inboxes flows, columns[GROUP];
         if (MAIL) {
             flows.look(at, first_in, from_below, mail_back);
@@ -833,8 +855,8 @@ soft_dtw_backward(Index B, Index groups, Index stripes, const Pair* pairs /* [B]
                 continue;
             }
             rebase(lane, above, base_above);
-            advance(lane, above, cost, [&](Real diagonal, Real up, Real left, int r, int k) {
-                return softmin(diagonal, up, left, hard, r, k, weights, extra);
+            advance(lane, above, cost, [&](Real diagonal, Real up, Real left, Real c, int r, int k) {
+                return recurrence(diagonal, up, left, c, hard, r, k, weights, extra);
             }, R);
             shared.planes[DIAGONAL].put(t, weights.diagonal);
             shared.planes[UP].put(t, weights.up);
@@ -848,7 +870,8 @@ soft_dtw_backward(Index B, Index groups, Index stripes, const Pair* pairs /* [B]
             if (PLANES == 4) shared.planes[EXTRA].put(t, extra);
         }
 
-        // E, backward through it
+        // E, backward through it; what the next chunk starts from comes meanwhile
+        if (chunk > 0) start(chunk - 1);
         held.take_columns(source, at, first_step + STEPS - 1 - at.lane);
         if (MAIL) {
             flows.wait(at, first_in, from_below, mail_back, box);

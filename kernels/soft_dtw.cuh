@@ -23,10 +23,12 @@ typedef Reals<COLUMNS> Row;
 
 struct alignas(16) Pair {  // one pair of series
     int n, m;              // lengths; 1, 1 where the pair is not usable
-    int lower, upper;      // cell (i, j) is inside the band if i - j <= lower and j - i <= upper
+    int lower, upper;      // of the band: i - j <= lower and j - i <= upper
     double gamma;
     int usable;            // 0: its length, bandwidth or gamma is out of range, and so its value NaN
-    __device__ bool inside(int i, int j) const { return i - j <= lower && j - i <= upper; }
+    __device__ __forceinline__ bool inside(int i, int j) const {
+        return i < n && j < m && i - j <= lower && j - i <= upper;
+    }
 };
 
 struct Span {  // of blocks of columns: first .. end - 1

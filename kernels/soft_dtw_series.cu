@@ -98,9 +98,9 @@ soft_dtw_prepare(Index B, Index N, Index M, Index D,
                  const void* band, Index band_stride, Index band_kind, Index one_band,
                  const void* lengths_a, Index lengths_a_stride, Index lengths_a_kind,
                  const void* lengths_b, Index lengths_b_stride, Index lengths_b_kind,
-                 const X_T* a /* [batch_a, N, D], or null */, Index a_stride_batch, Index a_stride_row, Index a_stride_feature,
-                 const X_T* b /* [batch_b, M, D], or null */, Index b_stride_batch, Index b_stride_row, Index b_stride_feature,
-                 Index batch_a, Index batch_b,
+                 const X_T* a /* [batch_a, N, D] */, Index a_stride_batch, Index a_stride_row, Index a_stride_feature,
+                 const X_T* b /* [batch_b, M, D] */, Index b_stride_batch, Index b_stride_row, Index b_stride_feature,
+                 Index batch_a, Index batch_b /* 0 where the cost is given */,
                  Index padded_a, Real* packed_a /* [batch_a, D, padded_a] */, FirstOf* first_of_a /* [batch_a, tiles] */,
                  Index padded_b, Real* packed_b, FirstOf* first_of_b,
                  Pair* pairs /* [B] */, int* spoilt /* [B]: cleared */, Word* mail /* [words] */, Index words) {
@@ -114,7 +114,6 @@ soft_dtw_prepare(Index B, Index N, Index M, Index D,
                            entry(band, k * band_stride, band_kind, one_band), banded);
         spoilt[k] = 0;
     }
-    if (!a) return;
     Series of_a{a, a_stride_batch, a_stride_row, a_stride_feature, batch_a, N, D};
     Series of_b{b, b_stride_batch, b_stride_row, b_stride_feature, batch_b, M, D};
     Index units_a = batch_a * of_a.tiles(), units = units_a + batch_b * of_b.tiles();

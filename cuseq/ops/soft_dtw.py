@@ -248,13 +248,12 @@ def _call(operator, sizes, first, cost, options):
     lengths_a = _integers("lengths_a", lengths_a, B, (1, N), first, operator)
     lengths_b = _integers("lengths_b", lengths_b, B, (1, M), first, operator)
     bandwidth = _integers("bandwidth", bandwidth, B, (0, math.inf), first, operator)
-    width, banded = M, bandwidth is not None
-    if banded and bandwidth.each is None:
+    width = M
+    if bandwidth and bandwidth.each is None:
         bandwidth = Numbers(min(bandwidth.one, LONGEST))
         if not (lengths_a or lengths_b):
             width = min(M, 2 * bandwidth.one + abs(N - M))
-            banded = bandwidth.one < min(N, M) - 1  # else every cell is inside
-    problem = Problem(*sizes, first.dtype, cost, hard, banded, width, first.device)
+    problem = Problem(*sizes, first.dtype, cost, hard, width, first.device)
     return Call(problem, (B,), (), None, None, None, gamma, bandwidth, lengths_a, lengths_b)
 
 

@@ -50,7 +50,6 @@ class Problem(NamedTuple):
     dtype: str
     cost: str
     hard: bool  # gamma is 0 for some sample, as far as the host knows
-    banded: bool
     width: int  # columns of a row that are inside the band, less one, at most
     device: int
 
@@ -153,7 +152,7 @@ def plan(problem, output, keep, limits):
     a pair has fewer stripes that wait for each other. Helpers prepare the costs of many features,
     and of few if there are hardly any pairs.
     """
-    B, N, M, D, batch_a, batch_b, dtype, cost, hard, banded, width, _ = problem
+    B, N, M, D, batch_a, batch_b, dtype, cost, hard, width, _ = problem
     size = 8 if problem.real == "float64" else 4
     warps = B * N / (WARP * ROWS)
     lanes = 8 if warps > limits.multiprocessors * WARPS_TO_FILL else WARP
@@ -187,7 +186,6 @@ def plan(problem, output, keep, limits):
             ("HELPERS", helpers),
             ("STEPS", steps),
             ("MAIL", int(stripes > 1)),
-            ("BANDED", int(banded)),
             ("HARD", int(hard)),
         ),
         stripes=stripes,
