@@ -111,7 +111,8 @@ struct Place {
     Pair pair;
     int index;  // of the pair, in the batch
     int stripe, lane, row;
-    Span span;  // the blocks of its rows
+    Span span;   // the blocks of its rows
+    Span whole;  // those of them whose cells are all inside
     Span from_above, to_below;  // blocks whose row comes by mail, and those whose row goes
     Span to_above, from_below;  // the same for E, in the backward
     __device__ Place(const Pair* pairs, Index B, int stripes, int stripe, int group)
@@ -121,6 +122,7 @@ struct Place {
         pair = pairs[index];
         if (k >= B) pair.n = 0;  // no such pair: a table without rows
         span = blocks_of(pair, row);
+        whole = whole_blocks_of(pair, row);
         from_above = to_below = to_above = from_below = {0, 0};
         if (lane == 0 && stripe > 0) {
             Span above = blocks_of(pair, row - ROWS);
@@ -237,7 +239,6 @@ __device__ __forceinline__ void given(const Source& source, const Place& at, int
 // Sums over features, or given costs, into costs in the unit of R.
 template <int count>
 __device__ __forceinline__ void scale_costs(const Source& source, const Place& at, int row, int block, Real (&C)[count][COLUMNS]) {
-    int column = block * COLUMNS;
 #pragma unroll
     for (int r = 0; r < count; ++r)
 #pragma unroll
@@ -245,13 +246,12 @@ __device__ __forceinline__ void scale_costs(const Source& source, const Place& a
             Real sum = COST == ROOT ? sqrt(C[r][k]) : C[r][k];
             C[r][k] = min(sum * source.scale, FORBIDDEN);  // NaN, too, is FORBIDDEN
         }
-    // All cells are inside if the two outermost corners are.
-    if (at.pair.inside(row + count - 1, column) && at.pair.inside(row, column + COLUMNS - 1)) return;
+    if (at.whole.holds(block)) return;
 #pragma unroll
     for (int r = 0; r < count; ++r)
 #pragma unroll
         for (int k = 0; k < COLUMNS; ++k)
-            if (!at.pair.inside(row + r, column + k)) C[r][k] = FORBIDDEN;
+            if (!at.pair.inside(row + r, block * COLUMNS + k)) C[r][k] = FORBIDDEN;
 }
 
 __device__ __forceinline__ void held_costs(const Source& source, const Held& held, const Place& at, int block, Block& C) {
@@ -261,7 +261,8 @@ __device__ __forceinline__ void held_costs(const Source& source, const Held& hel
     scale_costs(source, at, at.row, block, C.at);
 }
 
-constexpr int PARTS = 2;  // of a block, for helpers
+constexpr int PARTS = 2;   // of a block, for helpers
+constexpr int SUMMED = 8;  // features at a time, whose loads are under way together
 struct alignas(2 * sizeof(Real)) Part {
     Real at[ROWS / PARTS];
 };
@@ -286,10 +287,18 @@ __device__ __forceinline__ void prepare_costs(const Source& source, const Place&
         if (COST == GIVEN) {
             given(source, at, at.row + r0, block, C);
         } else {
-#pragma unroll 8  // whose loads are under way together
-            for (Index f = 0; f < source.D; ++f) {
-                Part x = *reinterpret_cast<const Part*>(source.a + f * source.padded_a + r0);
-                add_feature(x.at, source.columns(f, block), C);
+            for (Index first = 0; first < source.D; first += SUMMED) {  // by parts, for the sake of the last digits
+                Real part[count][COLUMNS] = {};
+#pragma unroll
+                for (int f = 0; f < SUMMED; ++f) {
+                    if (first + f >= source.D) break;
+                    Part x = *reinterpret_cast<const Part*>(source.a + (first + f) * source.padded_a + r0);
+                    add_feature(x.at, source.columns(first + f, block), part);
+                }
+#pragma unroll
+                for (int r = 0; r < count; ++r)
+#pragma unroll
+                    for (int k = 0; k < COLUMNS; ++k) C[r][k] += part[r][k];
             }
         }
         scale_costs(source, at, at.row + r0, block, C);

@@ -49,6 +49,14 @@ __device__ __forceinline__ Span blocks_of(const Pair& pair, int row) {
     return {from / COLUMNS, to / COLUMNS + 1 - from / COLUMNS};
 }
 
+// Those of them whose cells are all inside.
+__device__ __forceinline__ Span whole_blocks_of(const Pair& pair, int row) {
+    if (row < 0 || row + ROWS > pair.n) return {0, 0};
+    int from = max(row + ROWS - 1 - pair.lower, 0), to = min(row + pair.upper, pair.m - 1);
+    int first = (from + COLUMNS - 1) / COLUMNS;
+    return {first, max((to + 1) / COLUMNS - first, 0)};
+}
+
 // ---- mail: numbers from one stripe to the next, through global memory
 
 // Four bytes of a number with the stripe that sent them, written at once. Who finds the stripe that

@@ -59,16 +59,18 @@ struct Series {  // time series with their strides, in elements
     }
 };
 
-// 1 / (2 |row|); infinite for a row of zeros. Divided by the largest entry, no square overflows.
-__device__ Real half_of_unit(const Series& series, const X_T* row) {
+struct Norm {  // of a row: largest * rest, for squares of the entries may overflow
+    Real largest, rest;
+};
+
+__device__ Norm norm_of(const Series& series, const X_T* row) {
     Real largest = 0, squares = 0;
     for (Index f = 0; f < series.D; ++f) largest = max(largest, Real(fabs(widen<Real>(row[f * series.stride_feature]))));
-    if (largest == 0) return infinity();
     for (Index f = 0; f < series.D; ++f) {
         Real ratio = widen<Real>(row[f * series.stride_feature]) / largest;
         squares += ratio * ratio;
     }
-    return Real(0.5) / sqrt(squares) / largest;
+    return {largest, sqrt(squares)};
 }
 
 // One tile of 32 rows: packed [batch, D, padded], first_of [batch, tiles].
@@ -77,11 +79,13 @@ __device__ void pack(const Series& series, Index unit, Index padded, Real* packe
     Index row = tile * TILE + threadIdx.x % WARP;
     bool here = row < series.length;
     const X_T* data = series.at(batch, here ? row : 0);
-    Real scale = COSINE ? half_of_unit(series, data) : Real(0.5);
-    bool nan = here && scale == infinity(), infinite = false;
+    Norm norm{1, 1};
+    if (COSINE) norm = norm_of(series, data);
+    bool nan = here && norm.largest == 0, infinite = false;  // no direction
     packed += batch * series.D * padded + row;
     for (Index f = 0; f < series.D; ++f) {
-        Real x = here ? widen<Real>(data[f * series.stride_feature]) : Real(0), half = x * scale;
+        Real x = here ? widen<Real>(data[f * series.stride_feature]) : Real(0);
+        Real half = (COSINE ? x / norm.largest / norm.rest : x) * Real(0.5);
         nan |= x != x;
         infinite |= fabs(x) == infinity();
         if (row < padded) packed[f * padded] = half - half == 0 ? half : Real(0);
@@ -168,7 +172,8 @@ __device__ void finish(const Series& series, const Pair* pairs, const Real* valu
         packed += batch * series.D * padded + row;
         for (Index f = first; f < last; ++f)
             along += 2 * packed[f * padded] * summed(series, pairs, values, sums, padded, is_a, batch, B, row, f);
-        scale *= 2 * half_of_unit(series, series.at(batch, row));
+        Norm norm = norm_of(series, series.at(batch, row));
+        scale = scale / norm.largest / norm.rest;
     }
     for (Index f = first; f < last; ++f) {
         Real sum = summed(series, pairs, values, sums, padded, is_a, batch, B, row, f);

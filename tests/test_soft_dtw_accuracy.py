@@ -91,7 +91,6 @@ def test_bound_of_4096_steps(place, gamma, scale, offset, D):
     wide = a.astype(np.float64), b.astype(np.float64)
     values = run(place, cuseq.soft_dtw, *wide, gamma=gamma)
     E = run(place, cuseq.soft_dtw_alignment, *wide, gamma=gamma)
-    assert abs(values[0]) <= 5e8 * gamma
     i, j = np.nonzero(E[0] > 1e-3)
     likely = ((wide[0][0, i] - wide[1][0, j]) ** 2).sum(axis=1).max() / gamma
     error = np.abs(run(place, cuseq.soft_dtw_alignment, a, b, gamma=gamma) - E)
