@@ -1,6 +1,5 @@
 #pragma once
-// What the soft-DTW kernels share: the pairs of a call, the blocks that a table is cut into, the
-// mail between stripes.
+// What the soft-DTW kernels share: the pairs of a call, and the mail between stripes.
 //
 // Compiled with: REAL (float or double).
 
@@ -8,7 +7,7 @@
 
 typedef REAL Real;
 
-constexpr int ROWS = 4, COLUMNS = 4;        // of a block: what a lane does in one step
+constexpr int COLUMNS = 4;                  // of a block of cells
 constexpr int TILE = WARP;                  // rows of a series that are packed together
 constexpr int NONE = 0x7fffffff;            // no such row
 constexpr double LN_2 = 0.69314718055994530942;
@@ -18,8 +17,7 @@ constexpr Real NO_PATH = FORBIDDEN / 10;    // R from here on: no path is left
 template <int n> struct alignas(n * sizeof(Real) < 16 ? n * sizeof(Real) : 16) Reals {  // loaded at once
     Real at[n];
 };
-typedef Reals<ROWS> Column;  // of a block
-typedef Reals<COLUMNS> Row;
+typedef Reals<COLUMNS> Row;  // of a block
 
 struct alignas(16) Pair {  // one pair of series
     int n, m;              // lengths; 1, 1 where the pair is not usable
@@ -31,31 +29,9 @@ struct alignas(16) Pair {  // one pair of series
     }
 };
 
-struct Span {  // of blocks of columns: first .. end - 1
-    int first, count;
-    __device__ int end() const { return first + count; }
-    __device__ bool holds(int block) const { return unsigned(block - first) < unsigned(count); }
-};
-
 struct FirstOf {  // among the rows of a tile: the first with a NaN, with an infinity, or NONE
     int nan, infinity;
 };
-
-// The blocks that hold cells of the rows row .. row + ROWS - 1; none where the series has ended.
-__device__ __forceinline__ Span blocks_of(const Pair& pair, int row) {
-    if (row < 0 || row >= pair.n) return {0, 0};
-    int last_row = min(row + ROWS, pair.n) - 1;
-    int from = max(row - pair.lower, 0), to = min(last_row + pair.upper, pair.m - 1);
-    return {from / COLUMNS, to / COLUMNS + 1 - from / COLUMNS};
-}
-
-// Those of them whose cells are all inside.
-__device__ __forceinline__ Span whole_blocks_of(const Pair& pair, int row) {
-    if (row < 0 || row + ROWS > pair.n) return {0, 0};
-    int from = max(row + ROWS - 1 - pair.lower, 0), to = min(row + pair.upper, pair.m - 1);
-    int first = (from + COLUMNS - 1) / COLUMNS;
-    return {first, max((to + 1) / COLUMNS - first, 0)};
-}
 
 // ---- mail: numbers from one stripe to the next, through global memory
 
@@ -64,7 +40,6 @@ __device__ __forceinline__ Span whole_blocks_of(const Pair& pair, int row) {
 typedef unsigned long long Word;
 constexpr int WORDS = sizeof(Real) / 4;  // of a number
 constexpr Word NOTHING_SENT = ~Word(0);
-
 
 template <int n> struct Message {  // n numbers
     static constexpr int PAIRS = (n * WORDS + 1) / 2;  // of words, which are written and read at once

@@ -6,15 +6,8 @@ import numbers
 import numpy as np
 
 from cuseq.ops import soft_dtw_engine as engine
-from cuseq.ops.soft_dtw_engine import (
-    ALIGNMENT,
-    ENTROPY,
-    GIVEN,
-    SERIES,
-    Call,
-    Numbers,
-    Problem,
-)
+from cuseq.ops.soft_dtw_engine import Call, Numbers
+from cuseq.ops.soft_dtw_plan import ALIGNMENT, ENTROPY, GIVEN, SERIES, Problem
 from cuseq.runtime import arrays, checks
 
 COSTS = ("sqeuclidean", "euclidean", "cityblock", "cosine")

@@ -4,59 +4,30 @@
     grad_a, grad_b = backward(call, None, values, kept, SERIES)
 
 On a CUDA device a forward is two launches (kernels/soft_dtw_series.cu prepares the series,
-kernels/soft_dtw.cu sweeps over the tables), a backward two or three. Their working memory is one
-allocation each, cut into sections by the plan; `kept` is that of a forward. In host memory the
-same functions run cuseq.host.soft_dtw, which keeps nothing.
+kernels/soft_dtw.cu sweeps over the tables), a backward two or three. The working memory of each is
+one allocation, cut into sections by the plan; `kept` is that of a forward. In host memory the same
+functions run cuseq.host.soft_dtw, which keeps nothing.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from cuseq.host import soft_dtw as host
+from cuseq.ops.soft_dtw_plan import ENTROPY, GIVEN, SERIES, VALUES, Problem, plan
 from cuseq.runtime import arrays, kernels
 from cuseq.runtime.arrays import HOST, Array
-from cuseq.runtime.kernels import C_TYPES
 
-SWEEP, SERIES_FILE = "soft_dtw.cu", "soft_dtw_series.cu"
-ROWS = COLUMNS = 4  # of the block that a lane does in a step
-WARP = TILE = 32
-THREADS = 256  # of a block in SERIES_FILE
+FORWARD, BACKWARD = "soft_dtw.cu", "soft_dtw_backward.cu"
+PREPARATION = "soft_dtw_series.cu"
+WARP = 32
+THREADS = 256  # of a block in PREPARATION
 MOST_TO_CLEAR = 4096  # blocks of threads; each goes on where the grid ends
-FEW_HELPERS, MANY_HELPERS = 3, 8  # warps beside the one that sweeps
-FEATURES_FOR_MANY = 17
-WARPS_TO_FILL = 12  # a multiprocessor with sweeps
-FEATURES_HELD = 4  # so many and fewer are held in registers, and need no helpers
 NUMBER_KINDS = {"int32": 1, "int64": 2, "float64": 3, "float32": 4, "float16": 5, "bfloat16": 6}
 
-VALUES, SERIES, ALIGNMENT, ENTROPY = range(4)  # what a call is for, as OUTPUT of the kernels
-GIVEN = "given"  # the cost of a call with a cost matrix
-METRICS = {"sqeuclidean": 0, "euclidean": 1, "cityblock": 2, "cosine": 0, GIVEN: 3}
 # From sums over the halves of the series (unit vectors for cosine) to the cost, and to its slope.
 COST_FACTORS = {"sqeuclidean": 4.0, "euclidean": 2.0, "cityblock": 2.0, "cosine": 2.0, GIVEN: 1.0}
 SLOPE_FACTORS = {"sqeuclidean": 4.0, "euclidean": 1.0, "cityblock": 1.0, "cosine": 2.0}
-
-
-class Problem(NamedTuple):
-    """A call in host numbers: B pairs of series of lengths N and M with D features."""
-
-    B: int
-    N: int
-    M: int
-    D: int
-    batch_a: int
-    batch_b: int
-    dtype: str
-    cost: str
-    hard: bool  # gamma is 0 for some sample, as far as the host knows
-    width: int  # columns of a row that are inside the band, less one, at most
-    device: int
-
-    @property
-    def real(self):
-        """The dtype that is computed in; the values have it."""
-        return "float64" if self.dtype == "float64" else "float32"
 
 
 class Numbers(NamedTuple):
@@ -124,101 +95,6 @@ class Call(NamedTuple):
         )
 
 
-class Plan(NamedTuple):
-    """How the kernels run a problem."""
-
-    series: tuple  # macros of SERIES_FILE
-    sweep: tuple  # macros of SWEEP, for the forward
-    stripes: int  # of a pair's rows
-    groups: int  # of pairs, each as many as a warp takes
-    grid: int  # blocks of threads of a sweep, stripe by stripe
-    block: int  # threads of one
-    blocks: int  # of columns, in a row of the table
-    mail_blocks: int  # that a stripe sends to the next one
-    chunks: int  # of steps, in a stripe
-    padded_a: int
-    padded_b: int
-    tiles: int  # of 32 rows, in all the series
-    forward: dict  # section of the working memory: its bytes
-    backward: dict
-
-
-@lru_cache(maxsize=1024)
-def plan(problem, output, keep, limits):
-    """The plan of a problem for an output.
-
-    A lane takes 4 rows of each stripe. Where pairs fill the device, a group of 8 lanes takes each:
-    it wastes least while a stripe starts and ends. Where they do not, wide groups are quicker, for
-    a pair has fewer stripes that wait for each other. Helpers prepare the costs of many features,
-    and of few if there are hardly any pairs.
-    """
-    B, N, M, D, batch_a, batch_b, dtype, cost, hard, width, _ = problem
-    size = 8 if problem.real == "float64" else 4
-    warps = B * N / (WARP * ROWS)
-    lanes = 8 if warps > limits.multiprocessors * WARPS_TO_FILL else WARP
-    while lanes > 1 and lanes * ROWS // 2 >= N:
-        lanes //= 2
-    stripes, groups = -(-N // (lanes * ROWS)), -(-B * lanes // WARP)
-    if 0 < D <= FEATURES_HELD and warps > limits.multiprocessors:
-        helpers = 0
-    else:
-        helpers = MANY_HELPERS if D >= FEATURES_FOR_MANY else FEW_HELPERS
-    planes = 4 if output == ENTROPY or cost == "euclidean" else 3  # of weights, in shared memory
-    steps = (9 if helpers else 12) * 4 // (planes * size)
-    blocks = -(-M // COLUMNS)
-    mail_blocks = min(blocks, (ROWS - 1 + width) // COLUMNS + 2) if keep else blocks
-    visited = min(blocks, (lanes * ROWS - 1 + width) // COLUMNS + 2)
-    chunks = -(-(visited + lanes) // steps)
-    padded_a, padded_b = -(-N // ROWS) * ROWS, blocks * COLUMNS
-    words = size // 4  # of mail, 8 bytes each, for a number
-    return Plan(
-        series=(
-            ("X_T", C_TYPES[dtype]),
-            ("REAL", C_TYPES[problem.real]),
-            ("COSINE", int(cost == "cosine")),
-        ),
-        sweep=(
-            ("REAL", C_TYPES[problem.real]),
-            ("COST", METRICS[cost]),
-            ("C_T", C_TYPES[dtype if cost == GIVEN else problem.real]),
-            ("FEATURES", 0 if helpers else D),
-            ("LANES", lanes),
-            ("HELPERS", helpers),
-            ("STEPS", steps),
-            ("MAIL", int(stripes > 1)),
-            ("HARD", int(hard)),
-        ),
-        stripes=stripes,
-        groups=groups,
-        grid=stripes * groups,
-        block=WARP * (1 + helpers),
-        blocks=blocks,
-        mail_blocks=mail_blocks,
-        chunks=chunks,
-        padded_a=padded_a,
-        padded_b=padded_b,
-        tiles=0 if cost == GIVEN else batch_a * -(-N // TILE) + batch_b * -(-M // TILE),
-        forward={
-            "pairs": 32 * B,
-            "spoilt": 4 * B,
-            "first_of_a": 0 if cost == GIVEN else 8 * batch_a * -(-N // TILE),
-            "first_of_b": 0 if cost == GIVEN else 8 * batch_b * -(-M // TILE),
-            "packed_a": batch_a * D * padded_a * size,
-            "packed_b": batch_b * D * padded_b * size,
-            "mail": (stripes - 1 if keep else min(stripes - 1, 1))
-            * (B * mail_blocks * -(-(COLUMNS + 1) * words // 2) * 16),
-            "lanes": stripes * groups * chunks * (ROWS + COLUMNS + 2) * WARP * size if keep else 0,
-        },
-        backward={
-            "mail_back": B * blocks * -(-COLUMNS * words // 2) * 16 if stripes > 1 else 0,
-            "sums_b": B * D * blocks * -(-COLUMNS * words // 2) * 16 if output == SERIES else 0,
-            "sums_a": B * D * padded_a * size if output == SERIES else 0,
-            "in_flight": stripes * groups * D * WARP * COLUMNS * size if output == SERIES else 0,
-            "entropies": stripes * B * size if output == ENTROPY else 0,
-        },
-    )
-
-
 class Memory:
     """One allocation and its sections, by name, as pointers."""
 
@@ -252,7 +128,7 @@ def forward(call, output=VALUES):
                 *(memory["lanes"] if keep else 0, how.chunks),
                 *(memory["first_of_a"], memory["first_of_b"], values.pointer),
             )
-            launch(SWEEP, "soft_dtw_forward", how.sweep, how.grid, how.block, args)
+            launch(FORWARD, "soft_dtw_forward", how.sweep, how.grid, how.block, args)
     return values, memory.array if keep else None
 
 
@@ -273,7 +149,7 @@ def backward(call, grad_values, values, kept, output):
             words = (scratch["sums_a"] - scratch["mail_back"]) // 8
             blocks = min(-(-words // THREADS), MOST_TO_CLEAR)
             args = scratch["mail_back"], words
-            launch(SERIES_FILE, "soft_dtw_clear", how.series, blocks, THREADS, args)
+            launch(PREPARATION, "soft_dtw_clear", how.series, blocks, THREADS, args)
         if problem.B:
             outer = (0, 0)
             if grad_values:
@@ -286,7 +162,7 @@ def backward(call, grad_values, values, kept, output):
                 scratch["entropies"],
             )
             macros = (*how.sweep, ("OUTPUT", output))
-            launch(SWEEP, "soft_dtw_backward", macros, how.grid, how.block, args)
+            launch(BACKWARD, "soft_dtw_backward", macros, how.grid, how.block, args)
         _finish(launch, call, how, memory, scratch, values, results, output)
     return results
 
@@ -346,7 +222,7 @@ def _prepare(launch, call, how, memory):
     )
     to_clear = min(-(-max(words, problem.B) // THREADS), MOST_TO_CLEAR)
     blocks = min(max(-(-how.tiles * WARP // THREADS), to_clear), kernels.MOST_BLOCKS)
-    launch(SERIES_FILE, "soft_dtw_prepare", how.series, blocks, THREADS, args)
+    launch(PREPARATION, "soft_dtw_prepare", how.series, blocks, THREADS, args)
 
 
 def _finish(launch, call, how, memory, scratch, values, results, output):
@@ -355,7 +231,7 @@ def _finish(launch, call, how, memory, scratch, values, results, output):
     if output == ENTROPY and problem.B:
         args = problem.B, how.stripes, values.pointer, scratch["entropies"], results[0].pointer
         blocks = -(-problem.B // THREADS)
-        launch(SERIES_FILE, "soft_dtw_finish_gamma", how.series, blocks, THREADS, args)
+        launch(PREPARATION, "soft_dtw_finish_gamma", how.series, blocks, THREADS, args)
     if output != SERIES or not how.tiles or not problem.D:
         return
     alone = problem.batch_a == problem.batch_b == problem.B
@@ -368,7 +244,7 @@ def _finish(launch, call, how, memory, scratch, values, results, output):
         *(result.pointer for result in results),
     )
     blocks = -(-how.tiles * -(-problem.D // features) * WARP // THREADS)
-    launch(SERIES_FILE, "soft_dtw_finish", how.series, blocks, THREADS, args)
+    launch(PREPARATION, "soft_dtw_finish", how.series, blocks, THREADS, args)
 
 
 def _series_args(call):

@@ -2,7 +2,7 @@
 
 from cuseq.ops import soft_dtw_engine as engine
 from cuseq.ops.soft_dtw import borrow_cost
-from cuseq.ops.soft_dtw_engine import ALIGNMENT, ENTROPY
+from cuseq.ops.soft_dtw_plan import ALIGNMENT, ENTROPY
 from cuseq.runtime import arrays, checks
 
 
