@@ -53,7 +53,7 @@ SOFT_DTW = {
         1e-13, 16 * U64, "a few roundings a diagonal, which average out over thousands of them"
     ),
     ("value", "float32"): Tolerance(
-        8 * U32, 8 * U32, "a squared difference is good to 3 roundings, the mantissa to one a step"
+        8 * U32, 8 * U32, "a squared difference is good to 3 roundings, R to one a cell, and small"
     ),
     ("gradient", "float64"): Tolerance(
         16 * U64, 1e-13, "E is good to about 1e-14 times the cells that share a row"
