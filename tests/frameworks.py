@@ -311,17 +311,27 @@ def leaves(results):
         yield results
 
 
+# NaN in the lower half, 1 in the upper one: a letter that looks as if the second stripe of a
+# soft-DTW had sent it, to the third one or in the backward to the first.
+POISON_OF_SCRATCH = 2**33 - 1
+
+
 def poison(array):
-    """Fill a borrowed array with bytes 0xFF, which are NaN in every floating dtype."""
+    """Fill a borrowed array with NaN; scratch (uint8) with POISON_OF_SCRATCH."""
     owner = array.owner
     if array.size == 0:
         return
     if isinstance(owner, np.ndarray):
         owner.reshape(-1).view(np.uint8).fill(255)
     elif hasattr(owner, "data_ptr"):
-        owner.view(-1).view(importlib.import_module("torch").uint8).fill_(255)
+        torch = importlib.import_module("torch")
+        owner.view(-1).view(torch.uint8).fill_(255)
+        if array.dtype == "uint8":
+            owner.view(torch.int64).fill_(POISON_OF_SCRATCH)
     else:
         owner.data.memset_async(255, owner.nbytes)
+        if array.dtype == "uint8":
+            owner.view("int64").fill(POISON_OF_SCRATCH)
 
 
 @cache
