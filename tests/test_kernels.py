@@ -18,12 +18,13 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from cuseq.ops import causal_conv1d, causal_conv1d_update, soft_dtw
+from cuseq.ops import causal_conv1d, causal_conv1d_update, soft_dtw_engine, soft_dtw_plan
 from cuseq.runtime import kernels
 from cuseq.runtime.checks import FLOATING
 from tests import frameworks
 
-FILES = soft_dtw.FILE, causal_conv1d.FILE, causal_conv1d_update.FILE
+SOFT_DTW = soft_dtw_engine.PREPARATION, soft_dtw_engine.FORWARD, soft_dtw_engine.BACKWARD
+FILES = *SOFT_DTW, causal_conv1d.FILE, causal_conv1d_update.FILE
 
 
 def forget():
@@ -238,12 +239,30 @@ OWN_DTYPES = [  # of x, weight, bias, state: each in each role
 ]
 
 
-def soft_dtw_variants(batches):
-    """One pair gets as many warps as it can have, many pairs one each."""
-    for B in batches:
-        for dtype in FLOATING:
-            problem = soft_dtw.Problem(B, 5000, 300, 3, dtype, 0)
-            yield soft_dtw.FILE, soft_dtw.plan(problem, LIMITS).macros
+# (B, N, D): many and few pairs, short and long, of few and many features
+MANY, MANY_SHORT, SOME, FEW = (5000, 300, 2), (20_000, 100, 3), (300, 256, 2), (100, 300, 3)
+MIDDLE = [(150, 500, 2), (300, 100, 3), (500, 50, 3)]
+ONE, WIDE, BROAD = (1, 1000, 1), (1, 1000, 9), (40, 1000, 64)
+TINY = [(100_000, N, 2) for N in (1, 5, 9, 17, 33, 65)]
+OUTPUTS = soft_dtw_plan.SERIES, soft_dtw_plan.ALIGNMENT, soft_dtw_plan.ENTROPY
+
+
+def soft_dtw_variants(
+    sizes, dtypes=("float32",), costs=("sqeuclidean",), outputs=OUTPUTS[:1], hard=False
+):
+    """The kernels of a value, and of the backward for each output."""
+    for B, N, D in sizes:
+        for dtype in dtypes:
+            for cost in costs:
+                features = 0 if cost == soft_dtw_plan.GIVEN else D
+                problem = soft_dtw_plan.Problem(
+                    B, N, 300, features, B, B, dtype, cost, hard, 300, 0
+                )
+                plan = soft_dtw_plan.plan(problem, OUTPUTS[0], True, LIMITS)
+                yield from zip(SOFT_DTW[:2], (plan.series, plan.sweep), strict=True)
+                for output in outputs:
+                    plan = soft_dtw_plan.plan(problem, output, True, LIMITS)
+                    yield SOFT_DTW[2], (*plan.sweep, ("OUTPUT", output))
 
 
 def conv_variants(dtypes, widths, orders, channels=(64,)):
@@ -267,7 +286,17 @@ def variants(arch):
     found = []
     alike = [(dtype,) * 4 for dtype in FLOATING]
     if arch == COVERED:
-        found += soft_dtw_variants([1, 200, 400, 1000, 3000])
+        many_features = [
+            (B, N, D) for B in (1, 10**5) for N in (1, 5, 9, 17, 33, 100) for D in (9, 64)
+        ]
+        found += soft_dtw_variants([*MIDDLE, *TINY, *many_features], outputs=())
+        found += soft_dtw_variants([MANY, MANY_SHORT, SOME, FEW, ONE, BROAD, TINY[2]])
+        found += soft_dtw_variants([SOME, WIDE], costs=["euclidean", "cityblock"])
+        found += soft_dtw_variants([SOME, WIDE], outputs=OUTPUTS)
+        found += soft_dtw_variants([FEW, WIDE], hard=True)
+        found += soft_dtw_variants([FEW, BROAD], FLOATING)
+        given = [soft_dtw_plan.GIVEN]
+        found += soft_dtw_variants([WIDE], FLOATING, given, outputs=OUTPUTS[1:2])
         for dtypes, widths in [(alike[0], [1, 16, 32]), (alike[1], WIDTHS)]:
             found += conv_variants(dtypes, widths, [ALONG, ACROSS])
             found += update_variants(dtypes, widths)
@@ -278,7 +307,7 @@ def variants(arch):
         for integers in [("int32", "int64"), ("int64", "int32"), ("int64", "int64")]:
             found += update_variants(alike[1], [4], integers)
     else:
-        found += soft_dtw_variants([1, 3000])
+        found += soft_dtw_variants([MANY, BROAD])
         found += conv_variants(alike[1], [32], [ACROSS])
     for dtypes in alike:
         found += conv_variants(dtypes, [4], [ALONG, ACROSS])
@@ -293,12 +322,47 @@ class Spill(NamedTuple):
 
 # What a compiler of no matter which version may choose for the sake of one more resident warp.
 A_FEW = Spill(16, "fewer registers, paid with a few bytes")
-SPILLS = {  # function, REAL, WIDTH
-    ("causal_conv1d_backward", "double", 32): Spill(
-        4096, "weights, window, g and their sums are 4 x 32 doubles, more than 255 registers"
+SPILLS = [  # function, macros
+    (
+        "causal_conv1d_backward",
+        {"REAL": "double", "WIDTH": 32},
+        Spill(4096, "weights, window, g and their sums are 4 x 32 doubles, over 255 registers"),
     ),
-}
+    (
+        "soft_dtw_forward",
+        {"REAL": "float", "HELPERS": 3},
+        Spill(64, "four blocks of threads at a time have 128 registers a thread"),
+    ),
+    (
+        "soft_dtw_forward",
+        {"REAL": "double"},
+        Spill(1536, "a block and its costs are 32 doubles, in 128 registers for more warps"),
+    ),
+    (
+        "soft_dtw_backward",
+        {"REAL": "double"},
+        Spill(2560, "a block, its costs and three weights a cell are 80 doubles"),
+    ),
+    (
+        "soft_dtw_backward",
+        {"ROWS": 8},
+        Spill(512, "a block, its costs and three weights a cell are 160 floats"),
+    ),
+    (
+        "soft_dtw_backward",
+        {"HELPERS": 8},
+        Spill(512, "nine warps have 168 registers each, and add up four features at a time"),
+    ),
+]
 PROPERTIES = re.compile(r"Function properties for (\w+)\s[^:]*?(\d+) bytes spill stores")
+
+
+def spill_of(function, named):
+    """What a function may spill with these macros, by name."""
+    for name, macros, spill in SPILLS:
+        if name == function and macros.items() <= named.items():
+            return spill
+    return A_FEW
 
 
 def complaint(arch, file, macros):
@@ -313,7 +377,7 @@ def complaint(arch, file, macros):
     wrong = [
         f"{function} spills {stores} bytes"
         for function, stores in spilt.items()
-        if stores > SPILLS.get((function, named["REAL"], named.get("WIDTH")), A_FEW).bytes
+        if stores > spill_of(function, named).bytes
     ]
     return f"{file} {macros}: {', '.join(wrong)}" if wrong else None
 
@@ -337,20 +401,20 @@ def test_every_variant_compiles_and_keeps_to_its_registers(arch, pool):
 
 
 def test_the_spread_has_every_shape_that_plans_have():
-    """The macros that are neither dtypes nor widths, over many more problems."""
+    """The macros that shape the work, over many more problems."""
 
     def shapes(found):
+        rest = {"WIDTH", "REAL", "FEATURES", "COST", "COSINE", "HARD", "OUTPUT"}
         return {
-            (file, *(pair for pair in macros if not pair[0].endswith(("_T", "REAL", "WIDTH"))))
+            (file, *(x for x in macros if not x[0].endswith("_T") and x[0] not in rest))
             for file, macros in found
+            if file != soft_dtw_engine.BACKWARD
         }
 
     found = []
     for B in (1, 7, 150, 500, 20_000):
         for N in (1, 40, 70, 200, 500, 100_000):
-            for dtype in ("float32", "float64"):
-                problem = soft_dtw.Problem(B, N, 50, 3, dtype, 0)
-                found.append((soft_dtw.FILE, soft_dtw.plan(problem, LIMITS).macros))
+            found += soft_dtw_variants([(B, N, D) for D in (1, 2, 3, 4, 5, 16, 17, 500)])
         for D in (1, 2, 3, 7, 15, 30, 31, 32, 33, 64, 5000):
             for L in (1, 31, 32, 100_000):
                 orders = [(L, 0, 0), (L, 0, 1), (L, 1, 0)]
