@@ -3,7 +3,17 @@
 import numpy as np
 import pytest
 
-from cuseq.ops import causal_conv1d, causal_conv1d_update, soft_dtw
+from cuseq.ops import causal_conv1d, causal_conv1d_update
+from cuseq.ops.soft_dtw_plan import (
+    ALIGNMENT,
+    ENTROPY,
+    GIVEN,
+    METRICS,
+    SERIES,
+    VALUES,
+    Problem,
+    plan,
+)
 from cuseq.runtime import kernels
 from cuseq.runtime.kernels import DeviceLimits
 
@@ -11,64 +21,146 @@ H200 = DeviceLimits(multiprocessors=132)
 LENGTHS = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 2051, 100_000]
 
 
-def dtw_plan(B, N, M=50, D=3, dtype="float32"):
-    return soft_dtw.plan(soft_dtw.Problem(B, N, M, D, dtype, 0), H200)
+def dtw_problem(
+    B, N, M=50, D=3, dtype="float32", cost="sqeuclidean", width=None, hard=False, batches=None
+):
+    width = M if width is None else width
+    batch_a, batch_b = batches or (B, B)
+    return Problem(B, N, M, D, batch_a, batch_b, dtype, cost, hard, width, 0)
+
+
+def dtw_plan(*sizes, output=SERIES, keep=True, **options):
+    """The plan of a soft-DTW, and the macros of its sweep by name."""
+    how = plan(dtw_problem(*sizes, **options), output, keep, H200)
+    return how, dict(how.sweep)
 
 
 @pytest.mark.parametrize(
-    "B, N, warps",
+    "N, lanes",
+    [(1, 1), (4, 1), (5, 2), (8, 2), (9, 4), (17, 8), (33, 16), (64, 16), (65, 32), (10**4, 32)],
+)
+@pytest.mark.parametrize("B", [0, 1, 7])
+def test_few_pairs_get_wide_groups_of_lanes(B, N, lanes):
+    """As many as a pair has rows for, 4 each; a longer pair has several stripes."""
+    how, macros = dtw_plan(B, N)
+    assert (macros["LANES"], macros["ROWS"]) == (lanes, 4)
+    assert how.stripes == -(-N // (4 * lanes))
+    assert how.groups == -(-B * lanes // 32)
+    assert how.grid == how.stripes * how.groups
+    assert macros["MAIL"] == (how.stripes > 1)
+
+
+@pytest.mark.parametrize("N, lanes", [(1, 1), (5, 2), (17, 8), (33, 8), (1000, 8)])
+def test_many_pairs_get_narrow_groups_of_lanes(N, lanes):
+    how, macros = dtw_plan(300_000, N)
+    assert (macros["LANES"], macros["HELPERS"]) == (lanes, 0)
+    assert how.groups == -(-300_000 * lanes // 32)
+
+
+@pytest.mark.parametrize(
+    "B, N, D, rows, helpers",
     [
-        (1, 1, 1),
-        (1, 32, 1),
-        (1, 33, 2),
-        (1, 65, 4),
-        (1, 256, 8),
-        (1, 257, 16),
-        (1, 100_000, 16),
-        (132, 512, 16),
-        (133, 512, 8),
-        (264, 512, 8),
-        (528, 512, 4),
-        (1056, 512, 2),
-        (1057, 512, 1),
-        (10**6, 512, 1),
-        (0, 512, 16),
+        (1, 1000, 1, 4, 3),  # hardly any pairs
+        (60, 300, 2, 8, 0),
+        (60, 300, 2, 8, 0),
+        (60, 300, 3, 4, 0),  # registers for 4 rows
+        (200, 100, 2, 4, 0),  # a short series
+        (60, 300, 4, 4, 0),
+        (60, 300, 5, 4, 3),
+        (60, 300, 16, 4, 3),
+        (60, 300, 17, 4, 8),
+        (60, 300, 500, 4, 8),
+        (5000, 300, 9, 4, 3),
+        (60, 300, 0, 4, 3),
     ],
 )
-def test_warps_of_a_soft_dtw_pair(B, N, warps):
-    """As many as a pair has stripes of 32 rows, unless pairs fill the device by themselves."""
-    plan = dtw_plan(B, N)
-    assert plan.block == 32 * warps
-    assert plan.grid == B
-    assert dict(plan.macros) == {"X_T": "float", "REAL": "float", "WARPS": warps, "STEPS": 16}
+def test_rows_of_a_lane_and_helpers_of_a_sweep(B, N, D, rows, helpers):
+    how, macros = dtw_plan(B, N, 50, D)
+    assert (macros["ROWS"], macros["HELPERS"]) == (rows, helpers)
+    assert macros["FEATURES"] == (0 if helpers else D)
+    assert how.block == 32 * (1 + helpers)
 
 
-def test_float64_pairs_have_at_most_8_warps():
-    assert dtw_plan(1, 5000, dtype="float64").block == 32 * 8
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("cost", METRICS)
+@pytest.mark.parametrize("output", [SERIES, ALIGNMENT, ENTROPY])
+@pytest.mark.parametrize("B, N, D", [(1, 1000, 1), (60, 300, 2), (60, 300, 3), (9, 300, 64)])
+def test_weights_of_a_chunk_fit_into_static_shared_memory(dtype, cost, output, B, N, D):
+    _, macros = dtw_plan(B, N, 50, 0 if cost == GIVEN else D, dtype, cost, output=output)
+    planes = 4 if output == ENTROPY or cost == "euclidean" else 3
+    size = {"double": 8, "float": 4}[macros["REAL"]]
+    chunk = macros["STEPS"] * macros["ROWS"] * 4 * 32 * planes * size
+    assert macros["STEPS"] >= 1
+    assert chunk * (2 if macros["HELPERS"] else 1) <= 40 * 1024  # of 48; letters take the rest
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_16_bit_series_are_computed_in_float32(dtype):
-    plan = dtw_plan(2, 100, dtype=dtype)
-    assert dict(plan.macros)["REAL"] == "float"
-    assert plan[1:] == dtw_plan(2, 100)[1:]
+    how, macros = dtw_plan(2, 100, dtype=dtype)
+    assert macros["REAL"] == "float"
+    assert how._replace(series=None) == dtw_plan(2, 100)[0]._replace(series=None)
 
 
-@pytest.mark.parametrize("dtype, cell", [("float32", 8), ("float64", 16)])
-@pytest.mark.parametrize("N, stripes", [(1, 1), (32, 1), (33, 2), (70, 3)])
-@pytest.mark.parametrize("M, chunks", [(1, 2), (2, 3), (17, 3), (18, 4), (50, 6)])
-def test_bytes_of_a_soft_dtw(dtype, cell, N, stripes, M, chunks):
-    """A chunk is 16 steps; the last lane of 32 starts 31 steps after the first."""
-    B = 5
-    plan = dtw_plan(B, N, M, dtype=dtype)
-    assert plan.one_row == B * M * cell
-    assert plan.kept_rows == B * (stripes - 1) * M * cell
-    assert plan.kept_lanes == B * stripes * chunks * 32 * 2 * cell
+def test_macros_of_costs():
+    for cost, number, cosine in [
+        ("sqeuclidean", 0, 0),
+        ("euclidean", 1, 0),
+        ("cityblock", 2, 0),
+        ("cosine", 0, 1),
+    ]:
+        how, macros = dtw_plan(2, 100, cost=cost)
+        assert (macros["COST"], dict(how.series)["COSINE"]) == (number, cosine)
+        assert macros["C_T"] == "float"
+    how, macros = dtw_plan(2, 100, 50, 0, "float16", GIVEN, output=ALIGNMENT)
+    assert (macros["COST"], macros["C_T"], macros["REAL"]) == (3, "__half", "float")
+    assert how.tiles == how.forward["packed_a"] == how.backward["sums_a"] == 0
 
 
-def test_a_long_soft_dtw_keeps_little_of_its_grid():
-    plan = dtw_plan(1, 5000, 5000)
-    assert plan.kept_rows + plan.kept_lanes < 1.4 * 5000 * 5000
+def test_series_that_meet_a_batch_are_packed_once():
+    alone, shared = dtw_plan(7, 100)[0], dtw_plan(7, 100, batches=(1, 7))[0]
+    assert shared.forward["packed_a"] * 7 == alone.forward["packed_a"]
+    assert shared.forward["packed_b"] == alone.forward["packed_b"]
+    assert shared.tiles == 4 + 7 * 2
+    assert shared.backward == alone.backward
+
+
+def of_table(how):
+    """Bytes that a forward keeps of the table."""
+    return how.forward["mail"] + how.forward["lanes"]
+
+
+@pytest.mark.parametrize("B", [1, 60, 5000])
+@pytest.mark.parametrize("D", [1, 3, 9, 64])
+def test_a_backward_keeps_little_of_the_table(B, D):
+    """Bytes a cell, where a number has 4."""
+    N = 2048
+    how, _ = dtw_plan(B, N, N, D)
+    assert of_table(how) <= 1.5 * B * N * N
+
+
+@pytest.mark.parametrize("D", [1, 9])
+@pytest.mark.parametrize("B", [1, 1000])
+def test_a_forward_alone_is_linear_in_the_lengths(B, D):
+    """Twice the lengths, twice the memory: the series, and one row of the table a pair."""
+    one, two = (dtw_plan(B, N, N, D, output=VALUES, keep=False)[0] for N in (4096, 8192))
+    assert one.forward["lanes"] == 0
+    assert sum(two.forward.values()) < 2.01 * sum(one.forward.values())
+    assert one.forward["mail"] <= B * 4096 * 12
+
+
+@pytest.mark.parametrize("B", [1, 1000])
+def test_a_band_keeps_what_is_inside(B):
+    """Cells of the band; a stripe is there as a whole, with its height."""
+    one, two = (dtw_plan(B, N, N, width=20)[0] for N in (4096, 8192))
+    assert of_table(two) <= 2.01 * of_table(one)
+    assert of_table(one) < of_table(dtw_plan(B, 4096, 4096)[0]) / 10
+    assert one.chunks * dict(one.sweep)["STEPS"] < 100
+
+
+def test_working_memory_is_aligned_as_numbers_are():
+    how, _ = dtw_plan(3, 33, 35, 3)
+    for size in (*how.forward.values(), *how.backward.values()):
+        assert size % 4 == 0
 
 
 def conv_problem(B, D, L, across=False, unit=True, dtypes=("float32",) * 4, W=4):
@@ -142,19 +234,23 @@ def test_plan_of_an_update(B, D, blocks):
 
 
 def test_plans_are_cached():
-    assert dtw_plan(3, 40) is dtw_plan(3, 40)
+    assert dtw_plan(3, 40)[0] is dtw_plan(3, 40)[0]
     assert conv_plan(3, 4, 5)[0] is conv_plan(3, 4, 5)[0]
 
 
 def test_a_new_length_compiles_nothing_new():
     """Sizes are no macros, but for a count of warps or lanes."""
-    plans = [dtw_plan(1000, N, M) for N, M in zip(LENGTHS, reversed(LENGTHS), strict=True)]
-    assert len({plan.macros for plan in plans}) <= 2
+    plans = [dtw_plan(9, N, M)[0] for N, M in zip(LENGTHS, reversed(LENGTHS), strict=True)]
+    assert len({how.series for how in plans}) == 1
+    assert len({how.sweep for how in plans}) <= 10  # by lanes, stripes, rows, helpers
+    longer = [dtw_plan(9, N, N)[0] for N in range(8000, 9000, 7)]
+    assert len({how.sweep for how in longer}) == 1
     assert len({conv_plan(2, 40, L)[0].macros for L in LENGTHS}) == 1
 
 
 def test_a_grid_fits_what_cuda_can_launch():
     """Even where each channel of each batch item is one short row."""
+    assert dtw_plan(10**6, 50_000)[0].grid <= kernels.MOST_BLOCKS
     assert conv_plan(70_000, 70_000, 1)[0].grid <= kernels.MOST_BLOCKS
     with pytest.raises(ValueError, match="^soft_dtw_forward: expected .*, got .*; split the batch"):
         kernels.launch(0, 0, "soft_dtw.cu", "soft_dtw_forward", (), 2**31, 32, ())
