@@ -21,12 +21,14 @@ SEEDS = range(8)
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """Compiles the kernel `name` of a source text."""
+    """Compiles the kernel `name` of a source text, with headers as {name: text} beside it."""
     folder = tmp_path_factory.mktemp("kernels")
 
-    def compile_text(name, text, macros=()):
+    def compile_text(name, text, macros=(), headers=()):
         path = folder / f"{name}.cu"
         path.write_text(dedent(text))
+        for header, of_header in dict(headers).items():
+            (folder / header).write_text(dedent(of_header))
         return CpuKernel(path, name, macros)
 
     return compile_text
@@ -238,6 +240,102 @@ def test_threads_that_wait_for_ever_raise(compiled):
         assert out.tolist() == 40 * [0] + 24 * [5]
 
 
+# ---- blocks that wait for earlier ones
+
+WAIT = """
+    #pragma once
+    __device__ void wait(const int* x) {
+        while (__ldcv(x) == 0) __nanosleep(20);  // wait
+    }
+"""
+PATIENT = """
+    extern "C" __global__ void patient(int* x, int* turns) {
+        wait(x + blockIdx.x);
+        turns[threadIdx.x] = atomicAdd(&turns[blockDim.x], 1);
+        __syncthreads();
+        if (threadIdx.x == 0) x[blockIdx.x + 1] = x[blockIdx.x] + 1;
+    }
+"""
+INCLUDES = '#include "{}"\n'.format
+
+
+@pytest.mark.parametrize(
+    "text, headers",
+    [
+        (dedent(WAIT) + dedent(PATIENT), {}),
+        (INCLUDES("wait.cuh") + dedent(PATIENT), {"wait.cuh": WAIT}),
+        (
+            INCLUDES("outer.cuh") + dedent(PATIENT),
+            {"outer.cuh": INCLUDES("inner.cuh"), "inner.cuh": WAIT},
+        ),
+    ],
+    ids=["in the kernel", "in a header", "in a header's header"],
+)
+def test_blocks_that_wait_for_earlier_ones_come_in_order(compiled, text, headers):
+    """Under any seed; the threads of a block still take turns in another order."""
+    kernel = compiled("patient", text, headers=headers)
+    orders = set()
+    for seed in SEEDS:
+        x, turns = np.zeros(9, np.int32), np.zeros(65, np.int32)
+        x[0] = 1
+        kernel((8,), (64,), (x, turns), seed=seed)
+        assert (x == 1 + np.arange(9)).all()
+        orders.add(turns[:64].tobytes())
+    assert len(orders) > 1
+
+
+def test_a_block_that_waits_for_what_no_earlier_one_does_is_stuck(compiled):
+    kernel = compiled("patient", dedent(WAIT) + dedent(PATIENT))
+    line = 1 + [text.endswith("// wait") for text in dedent(WAIT).splitlines()].index(True)
+    words = rf"stuck; 3 threads from thread 0 at __nanosleep, patient\.cu:{line}$"
+    for seed in (0, 1, 2):
+        x, turns = np.zeros(5, np.int32), np.zeros(4, np.int32)
+        with pytest.raises(RuntimeError, match=r"^patient: block \(0, 0, 0\) is " + words):
+            kernel((4,), (3,), (x, turns), seed=seed)
+        assert not x.any()
+        x[0] = 1
+        kernel((4,), (3,), (x, turns), seed=seed)
+        assert x[4] == 5
+
+
+def test_sleepers_and_those_at_a_barrier_are_told_apart(compiled):
+    kernel = compiled(
+        "half",
+        """
+        extern "C" __global__ void half(int* x) {
+            if (threadIdx.x >= 24) __nanosleep(20);
+            __syncthreads();
+            *x = 1;
+        }
+        """,
+    )
+    x = np.zeros(1, np.int32)
+    with pytest.raises(
+        RuntimeError, match="24 threads .* __syncthreads.* 8 threads .* __nanosleep"
+    ):
+        kernel((1,), (32,), (x,))
+    assert x[0] == 0
+
+
+def test_ldcv_reads_what_is_there_now(compiled):
+    kernel = compiled(
+        "fresh",
+        """
+        extern "C" __global__ void fresh(ulonglong2* mail, unsigned long long* out, int* number) {
+            if (threadIdx.x == 5) mail[1] = {3, 4}, *number = -7;
+            __syncthreads();
+            ulonglong2 v = __ldcv(&mail[1]);
+            out[threadIdx.x] = 10 * v.x + v.y + (__ldcv(number) == -7 ? 100 : 0);
+        }
+        """,
+    )
+    for seed in (0, 1, 2):
+        memory, out, number = np.zeros(5, np.uint64), np.zeros(40, np.uint64), np.zeros(1, np.int32)
+        mail = memory[memory.ctypes.data % 16 // 8 :][:4]
+        kernel((1,), (40,), (mail, out, number), seed=seed)
+        assert (out == 134).all()
+
+
 # ---- memory and numbers
 
 
@@ -378,6 +476,7 @@ PLANTED = """
         if (bug == 8) x[0] = float(n + 0x7fffffff);  // overflow
         if (bug == 9) x[0] = reinterpret_cast<float4*>(x + 1)->y;  // misaligned
         if (bug == 10) x[0] = at((float*)0x1000, n);  // wild
+        if (bug == 12) x[0] = __ldcv(x + n);  // volatile_read
         if (bug == 11 && threadIdx.x < 8) __syncwarp();
         if (bug == 11) __syncthreads();
     }
@@ -408,6 +507,7 @@ kernel((2,), (32,), (np.ones(32, np.float32), np.int32(32), np.int32(sys.argv[2]
         (8, "overflow", "signed integer overflow"),
         (9, "misaligned", "misaligned address"),
         (10, "wild", "SEGV"),
+        (12, "volatile_read", "heap-buffer-overflow"),
         (11, "", "planted: block (0, 0, 0) is stuck; 8 threads from thread 0"),
     ],
 )
