@@ -138,7 +138,8 @@ soft_dtw_forward(Index B, Index groups, Index stripes, const Pair* pairs /* [B] 
     if (!sweeps) return;
     __syncwarp();  // what a lane saw of NaN, all of them see
     int instead = out_of_numbers(at, first_of_a + (batch_a > 1 ? at.index : 0) * ((padded_a + TILE - 1) / TILE),
-                                 first_of_b + (batch_b > 1 ? at.index : 0) * ((padded_b + TILE - 1) / TILE), source.spoilt);
+                                 first_of_b + (batch_b > 1 ? at.index : 0) * ((padded_b + TILE - 1) / TILE),
+                                 source.spoilt);
     if (!ends) return;
     double unit = hard ? 1 : at.pair.gamma * LN_2;
     values[at.index] = instead < 0 ? not_a_number<Real>()

@@ -50,7 +50,9 @@ template <int n> struct Message {  // n numbers
         word(2 * k + 1) = Word(stripe) << 32 | unsigned(__double2loint(v));
     }
     __device__ void get(int k, float& v) const { v = __uint_as_float(unsigned(word(k))); }
-    __device__ void get(int k, double& v) const { v = __hiloint2double(int(unsigned(word(2 * k))), int(unsigned(word(2 * k + 1)))); }
+    __device__ void get(int k, double& v) const {
+        v = __hiloint2double(int(unsigned(word(2 * k))), int(unsigned(word(2 * k + 1))));
+    }
     __device__ void send(Message* to) const {
 #pragma unroll
         for (int pair = 0; pair < PAIRS; ++pair) to->pairs[pair] = pairs[pair];

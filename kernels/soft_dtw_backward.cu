@@ -93,7 +93,8 @@ __device__ void fill_outside(const Place& at, Index N, Index M, C_T* gradient) {
     for (int lane = 0; lane < WARP; ++lane) {
         int row = __shfl_sync(FULL_MASK, at.row, lane), n = __shfl_sync(FULL_MASK, at.pair.n, lane);
         int usable = __shfl_sync(FULL_MASK, at.pair.usable, lane), index = __shfl_sync(FULL_MASK, at.index, lane);
-        int from = __shfl_sync(FULL_MASK, at.span.first, lane) * COLUMNS, to = __shfl_sync(FULL_MASK, at.span.end(), lane) * COLUMNS;
+        int from = __shfl_sync(FULL_MASK, at.span.first, lane) * COLUMNS,
+            to = __shfl_sync(FULL_MASK, at.span.end(), lane) * COLUMNS;
         if (n == 0 || (from == 0 && to >= M)) continue;
         C_T fill = narrow<C_T>(usable ? Real(0) : not_a_number<Real>());
         for (Index i = row; i < min(Index(row + ROWS), N); ++i)
@@ -103,7 +104,8 @@ __device__ void fill_outside(const Place& at, Index N, Index M, C_T* gradient) {
 }
 
 // E of a block into the gradient [B, N, M]. Of a pair whose value is NaN it is NaN wherever a path may go.
-__device__ __forceinline__ void write_alignment(const Place& at, int block, const Block& E, Real value, Index N, Index M, C_T* gradient) {
+__device__ __forceinline__ void write_alignment(const Place& at, int block, const Block& E, Real value, Index N, Index M,
+                                                C_T* gradient) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
@@ -126,7 +128,8 @@ soft_dtw_backward(Index B, Index groups, Index stripes, const Pair* pairs /* [B]
                   const C_T* C /* [B, N, M] */, Index C_stride_batch, Index C_stride_row, Index C_stride_column,
                   int* spoilt /* [B] */, double factor, RowLetter* mail /* see letters_of */, Index mail_blocks,
                   const Real* lanes /* [stripes, groups, chunks, LANE_WORDS, 32] */, Index chunks,
-                  const Real* grad_values /* [B], or null for ones */, Index grad_values_stride, const Real* values /* [B] */,
+                  const Real* grad_values /* [B], or null for ones */, Index grad_values_stride,
+                  const Real* values /* [B] */,
                   Letter* mail_back /* [B, blocks] */, Index blocks,
                   Real* sums_a /* [B, D, padded_a] */, Letter* sums_b /* [B, D, blocks] */,
                   Real* in_flight /* [stripes * groups, D, 32, COLUMNS] */,
@@ -169,7 +172,8 @@ soft_dtw_backward(Index B, Index groups, Index stripes, const Pair* pairs /* [B]
     if (OUTPUT == ALIGNMENT && sweeps) fill_outside(at, N, M, grad_C);
     int first_chunk = steps.chunks() - 1;
     if (first_chunk >= 0 && sweeps) start(first_chunk);
-    if (HELPERS > 0 && !sweeps) prepare_costs(source, at, steps, first_chunk, chunks_shared[first_chunk & 1].planes[COSTS]);
+    if (HELPERS > 0 && !sweeps)
+        prepare_costs(source, at, steps, first_chunk, chunks_shared[first_chunk & 1].planes[COSTS]);
     // Helpers are one chunk behind with the gradients, and one ahead with the costs.
     for (int chunk = first_chunk; chunk >= (HELPERS > 0 && OUTPUT == SERIES ? -1 : 0); --chunk) {
         Chunk& shared = chunks_shared[HELPERS > 0 ? chunk & 1 : 0];
@@ -286,7 +290,8 @@ soft_dtw_backward(Index B, Index groups, Index stripes, const Pair* pairs /* [B]
         for (int f = 0; f < GROUP; ++f) gradients.along(f) = sums.along[f];
     if (OUTPUT == ENTROPY && sweeps) {
 #pragma unroll
-        for (int other = LANES / 2; other > 0; other /= 2) entropy += __shfl_down_sync(FULL_MASK, entropy, other, LANES);
+        for (int other = LANES / 2; other > 0; other /= 2)
+            entropy += __shfl_down_sync(FULL_MASK, entropy, other, LANES);
         if (at.lane == 0 && at.pair.n > 0) entropies[at.stripe * B + at.index] = entropy;
     }
 }

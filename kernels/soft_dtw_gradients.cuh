@@ -91,10 +91,12 @@ struct Gradients {  // where sums of gradients are kept, here those of the lane
     Row* in_flight;  // [stripes * groups, D, 32], of helpers: sums of columns on their way from lane to lane
     Index padded_a, blocks;
     Span sent, received;  // blocks about which the stripe writes, and those about which the one below does
-    __device__ Gradients(const Place& at, Index D, Index padded_a, Index blocks, Index task, Real* a, Letter* b, Real* in_flight)
+    __device__ Gradients(const Place& at, Index D, Index padded_a, Index blocks, Index task, Real* a, Letter* b,
+                         Real* in_flight)
         : a(a + at.index * D * padded_a + at.row), b(b + at.index * D * blocks),
           in_flight(reinterpret_cast<Row*>(in_flight) + task * D * WARP + threadIdx.x % WARP), padded_a(padded_a),
-          blocks(blocks), sent(blocks_of_stripe(at.pair, at.stripe)), received(blocks_of_stripe(at.pair, at.stripe + 1)) {
+          blocks(blocks), sent(blocks_of_stripe(at.pair, at.stripe)),
+          received(blocks_of_stripe(at.pair, at.stripe + 1)) {
         received.count = max(min(received.end(), sent.end()) - received.first, 0);  // the others go no further
     }
     __device__ Letter* mail(Index f) const { return b + f * blocks; }
@@ -102,7 +104,8 @@ struct Gradients {  // where sums of gradients are kept, here those of the lane
 };
 
 // A helper's share of a chunk: groups of features, for which E is in shared memory.
-__device__ void add_gradients(const Source& source, const Place& at, const Gradients& gradients, const Steps& steps, int chunk,
+__device__ void add_gradients(const Source& source, const Place& at, const Gradients& gradients, const Steps& steps,
+                              int chunk,
                               bool first_visit, const Plane& flow, Letterbox (&boxes)[GROUP]) {
     int first_step = steps.first + chunk * STEPS, first_in = first_step - (LANES - 1);
     int helper = int(threadIdx.x) / WARP - 1;
@@ -126,7 +129,8 @@ __device__ void add_gradients(const Source& source, const Place& at, const Gradi
         if (MAIL) {
 #pragma unroll
             for (int f = 0; f < GROUP; ++f)
-                if (first + f < source.D) inboxes[f].wait(at, first_in, gradients.received, gradients.mail(first + f), boxes[f]);
+                if (first + f < source.D)
+                    inboxes[f].wait(at, first_in, gradients.received, gradients.mail(first + f), boxes[f]);
             __syncwarp();
         }
 #pragma unroll 1

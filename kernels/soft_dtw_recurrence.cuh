@@ -98,7 +98,8 @@ __device__ __forceinline__ void stand_by(Lane& lane, const Row& above, Real base
 
 // Where a stripe puts the letters about its last row, by blocks. Kept: [stripes - 1, B, blocks], else
 // [B, blocks], which all stripes use in turn.
-__device__ RowLetter* letters_of(int stripe, RowLetter* mail, Index B, Index blocks, bool kept, const Place& at, int last_row) {
+__device__ RowLetter* letters_of(int stripe, RowLetter* mail, Index B, Index blocks, bool kept, const Place& at,
+                                 int last_row) {
     if (!kept) return mail + at.index * blocks;
     return mail + (Index(stripe) * B + at.index) * blocks - blocks_of(at.pair, last_row).first;
 }

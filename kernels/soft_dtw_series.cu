@@ -187,7 +187,8 @@ soft_dtw_finish(Index B, Index N, Index M, Index D, const Pair* pairs /* [B] */,
                 const X_T* a, Index a_stride_batch, Index a_stride_row, Index a_stride_feature,
                 const X_T* b, Index b_stride_batch, Index b_stride_row, Index b_stride_feature,
                 Index batch_a, Index batch_b, Index padded_a, const Real* packed_a, Index padded_b, const Real* packed_b,
-                const Real* sums_a /* [B, D, padded_a] */, const Letter* sums_b /* [B, D, padded_b / COLUMNS] */, double factor,
+                const Real* sums_a /* [B, D, padded_a] */, const Letter* sums_b /* [B, D, padded_b / COLUMNS] */,
+                double factor,
                 Index features /* of a warp */, X_T* grad_a /* [batch_a, N, D] */, X_T* grad_b /* [batch_b, M, D] */) {
     Series of_a{a, a_stride_batch, a_stride_row, a_stride_feature, batch_a, N, D};
     Series of_b{b, b_stride_batch, b_stride_row, b_stride_feature, batch_b, M, D};
@@ -197,7 +198,8 @@ soft_dtw_finish(Index B, Index N, Index M, Index D, const Pair* pairs /* [B] */,
     if (unit >= tiles * groups) return;
     Index tile = unit % tiles, first = unit / tiles * features, last = min(first + features, D);
     if (tile < tiles_a)
-        finish(of_a, pairs, values, InMemory{sums_a}, padded_a, packed_a, true, Real(factor), B, tile, first, last, grad_a);
+        finish(of_a, pairs, values, InMemory{sums_a}, padded_a, packed_a, true, Real(factor), B, tile, first, last,
+               grad_a);
     else
         finish(of_b, pairs, values, InMail{sums_b}, padded_b, packed_b, false, Real(-factor), B, tile - tiles_a, first,
                last, grad_b);

@@ -161,7 +161,8 @@ template <int count> struct Features {
     __device__ __forceinline__ void take_columns(const Source& source, const Place& at, int block, Index first = 0) {
 #pragma unroll
         for (int f = 0; f < count; ++f)
-            if (at.span.holds(block) && (count == FEATURES || first + f < source.D)) columns[f] = source.columns(first + f, block);
+            if (at.span.holds(block) && (count == FEATURES || first + f < source.D))
+                columns[f] = source.columns(first + f, block);
     }
 };
 typedef Features<FEATURES> Held;
@@ -179,14 +180,16 @@ __device__ __forceinline__ void add_feature(const Real (&x)[count], const Row& y
 
 // The given costs of `count` rows from `row` on, as far as a path may cross them.
 template <int count>
-__device__ __forceinline__ void given(const Source& source, const Place& at, int row, int block, Real (&C)[count][COLUMNS]) {
+__device__ __forceinline__ void given(const Source& source, const Place& at, int row, int block,
+                                      Real (&C)[count][COLUMNS]) {
     bool spoilt = false;
 #pragma unroll
     for (int r = 0; r < count; ++r)
 #pragma unroll
         for (int k = 0; k < COLUMNS; ++k) {
             int i = row + r, j = block * COLUMNS + k;
-            C[r][k] = at.pair.inside(i, j) ? widen<Real>(source.C[i * source.stride_row + j * source.stride_column]) : Real(0);
+            C[r][k] = at.pair.inside(i, j) ? widen<Real>(source.C[i * source.stride_row + j * source.stride_column])
+                                           : Real(0);
             spoilt |= !(C[r][k] > -infinity());
         }
     if (spoilt) {  // known before any row that follows from this block is sent on
@@ -197,7 +200,8 @@ __device__ __forceinline__ void given(const Source& source, const Place& at, int
 
 // Sums over features, or given costs, into costs in the unit of R.
 template <int count>
-__device__ __forceinline__ void scale_costs(const Source& source, const Place& at, int row, int block, Real (&C)[count][COLUMNS]) {
+__device__ __forceinline__ void scale_costs(const Source& source, const Place& at, int row, int block,
+                                            Real (&C)[count][COLUMNS]) {
 #pragma unroll
     for (int r = 0; r < count; ++r)
 #pragma unroll
@@ -213,7 +217,8 @@ __device__ __forceinline__ void scale_costs(const Source& source, const Place& a
             if (!at.pair.inside(row + r, block * COLUMNS + k)) C[r][k] = FORBIDDEN;
 }
 
-__device__ __forceinline__ void held_costs(const Source& source, const Held& held, const Place& at, int block, Block& C) {
+__device__ __forceinline__ void held_costs(const Source& source, const Held& held, const Place& at, int block,
+                                           Block& C) {
     C = Block{};
 #pragma unroll
     for (int f = 0; f < FEATURES; ++f) add_feature(held.rows[f].at, held.columns[f], C.at);
@@ -225,7 +230,8 @@ constexpr int SUMMED = 8;  // features at a time, whose loads are under way toge
 typedef Reals<ROWS / PARTS> Part;
 
 // Columns that a chunk is the first to need, on their way to the cache: those of the group's lane `of`.
-__device__ __forceinline__ void prefetch_columns(const Source& source, const Place& at, const Steps& steps, int chunk, int of) {
+__device__ __forceinline__ void prefetch_columns(const Source& source, const Place& at, const Steps& steps, int chunk,
+                                                 int of) {
     int first = steps.first + chunk * STEPS - of, last = first + STEPS - 1, blocks = int(source.padded_b) / COLUMNS;
     for (Index f = Index(threadIdx.x / WARP - 1) * LANES + at.lane; f < source.D; f += HELPERS * LANES) {
         if (first >= 0 && first < blocks) prefetch(source.b + f * source.padded_b + first * COLUMNS);
