@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cuseq.ops import causal_conv1d, causal_conv1d_update
+from cuseq.ops import causal_conv1d, causal_conv1d_update, soft_dtw
 from cuseq.ops.soft_dtw_plan import (
     ALIGNMENT,
     ENTROPY,
@@ -84,14 +84,19 @@ def test_rows_of_a_lane_and_helpers_of_a_sweep(B, N, D, rows, helpers):
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("cost", METRICS)
 @pytest.mark.parametrize("output", [SERIES, ALIGNMENT, ENTROPY])
-@pytest.mark.parametrize("B, N, D", [(1, 1000, 1), (60, 300, 2), (60, 300, 3), (9, 300, 64)])
-def test_weights_of_a_chunk_fit_into_static_shared_memory(dtype, cost, output, B, N, D):
-    _, macros = dtw_plan(B, N, 50, 0 if cost == GIVEN else D, dtype, cost, output=output)
-    planes = 4 if output == ENTROPY or cost == "euclidean" else 3
-    size = {"double": 8, "float": 4}[macros["REAL"]]
-    chunk = macros["STEPS"] * macros["ROWS"] * 4 * 32 * planes * size
-    assert macros["STEPS"] >= 1
-    assert chunk * (2 if macros["HELPERS"] else 1) <= 40 * 1024  # of 48; letters take the rest
+@pytest.mark.parametrize("B", [1, 60, 300, 100_000])
+def test_static_shared_memory_suffices(dtype, cost, output, B):
+    """For the weights of a chunk, or of two with helpers, and for the letters about it."""
+    for N in (1, 7, 30, 60, 100, 500):
+        for D in [0] if cost == GIVEN else [1, 2, 3, 4, 5, 17]:
+            _, macros = dtw_plan(B, N, 50, D, dtype, cost, output=output)
+            rows, steps, helpers = macros["ROWS"], macros["STEPS"], macros["HELPERS"]
+            planes = 4 if output == ENTROPY or cost == "euclidean" else 3
+            chunks = 2 if helpers else 1
+            boxes = 1 + max(helpers, 1) * (macros["FEATURES"] or 4)
+            pairs = 32 // macros["LANES"] if macros["MAIL"] else 1
+            numbers = steps * 4 * (chunks * planes * rows * 32 + boxes * pairs)
+            assert steps >= 1 and numbers * (8 if dtype == "float64" else 4) <= 48 * 1024
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -131,11 +136,22 @@ def of_table(how):
 
 @pytest.mark.parametrize("B", [1, 60, 5000])
 @pytest.mark.parametrize("D", [1, 3, 9, 64])
-def test_a_backward_keeps_little_of_the_table(B, D):
-    """Bytes a cell, where a number has 4."""
+@pytest.mark.parametrize(
+    "dtype, output, cost, most",
+    [
+        ("float32", SERIES, "sqeuclidean", 1.5),
+        ("float32", ALIGNMENT, "cityblock", 1.5),
+        ("float32", SERIES, "euclidean", 2.6),
+        ("float32", ENTROPY, "sqeuclidean", 2.6),
+        ("float64", SERIES, "euclidean", 6.4),
+        ("float64", ENTROPY, "cosine", 6.4),
+    ],
+)
+def test_a_backward_keeps_little_of_the_table(B, D, dtype, output, cost, most):
+    """Bytes a cell, where a number has 4 or 8."""
     N = 2048
-    how, _ = dtw_plan(B, N, N, D)
-    assert of_table(how) <= 1.5 * B * N * N
+    how, _ = dtw_plan(B, N, N, D, dtype, cost, output=output)
+    assert of_table(how) <= most * B * N * N
 
 
 @pytest.mark.parametrize("D", [1, 9])
@@ -155,6 +171,35 @@ def test_a_band_keeps_what_is_inside(B):
     assert of_table(two) <= 2.01 * of_table(one)
     assert of_table(one) < of_table(dtw_plan(B, 4096, 4096)[0]) / 10
     assert one.chunks * dict(one.sweep)["STEPS"] < 100
+
+
+def blocks_of(N, M, radius, row, rows):
+    """Blocks of 4 columns with cells of some rows in a band: the first, and behind the last."""
+    if row >= N:
+        return 0, 0
+    lower, upper = radius + max(N - M, 0), radius + max(M - N, 0)
+    last = min(min(row + rows, N) - 1 + upper, M - 1)
+    return max(row - lower, 0) // 4, last // 4 + 1
+
+
+@pytest.mark.parametrize("N, M", [(1, 1), (33, 7), (100, 100), (131, 200), (300, 280), (257, 1)])
+@pytest.mark.parametrize("radius", [0, 1, 2, 3, 4, 7, 10, 1000])
+@pytest.mark.parametrize(
+    "B, D, dtype", [(1, 3, "float32"), (9000, 1, "float32"), (9000, 3, "float64")]
+)
+def test_what_is_kept_has_room(N, M, radius, B, D, dtype):
+    """Chunks for a stripe's steps, from the first that a lane has to the last, and its letters."""
+    how, macros = dtw_plan(B, N, M, D, dtype, width=min(M, 2 * radius + abs(N - M)))
+    rows, lanes = macros["ROWS"], macros["LANES"]
+    for stripe in range(how.stripes):
+        tops = [(stripe * lanes + lane) * rows for lane in range(lanes)]
+        spans = [blocks_of(N, M, radius, top, rows) for top in tops]
+        # A lane also hears of the block before its first.
+        first = min(max(one - 1, 0) + lane for lane, (one, end) in enumerate(spans) if end)
+        last = max(end + lane for lane, (_, end) in enumerate(spans) if end)
+        assert last - first <= how.chunks * macros["STEPS"]
+        if stripe < how.stripes - 1:
+            assert spans[-1][1] - spans[-1][0] <= how.mail_blocks
 
 
 def test_working_memory_is_aligned_as_numbers_are():
@@ -254,6 +299,30 @@ def test_a_grid_fits_what_cuda_can_launch():
     assert conv_plan(70_000, 70_000, 1)[0].grid <= kernels.MOST_BLOCKS
     with pytest.raises(ValueError, match="^soft_dtw_forward: expected .*, got .*; split the batch"):
         kernels.launch(0, 0, "soft_dtw.cu", "soft_dtw_forward", (), 2**31, 32, ())
+
+
+def problem_of_series(N=30, M=40, **options):
+    a, b = np.zeros((3, N, 2), np.float32), np.zeros((3, M, 2), np.float32)
+    defaults = {"gamma": 1.0, "cost": "sqeuclidean"}
+    defaults |= dict.fromkeys(("bandwidth", "lengths_a", "lengths_b"))
+    return soft_dtw.borrow("soft_dtw", a, b, **defaults | options).problem
+
+
+@pytest.mark.parametrize(
+    "gamma, hard", [(1, 0), (0, 1), ([1.0, 2.0, 3.0], 0), ([1.0, 0.0, 3.0], 1)]
+)
+def test_a_gamma_of_0_is_seen_on_the_host(gamma, hard):
+    assert problem_of_series(gamma=gamma).hard == hard
+
+
+def test_the_width_of_a_band():
+    """Known where one radius serves whole series; else it may be as wide as the table."""
+    assert problem_of_series().width == 40
+    assert problem_of_series(bandwidth=3).width == 2 * 3 + 10
+    assert problem_of_series(N=40, M=30, bandwidth=0).width == 10
+    assert problem_of_series(bandwidth=2**70).width == 40
+    assert problem_of_series(bandwidth=[3, 3, 3]).width == 40
+    assert problem_of_series(bandwidth=3, lengths_b=[40, 1, 2]).width == 40
 
 
 def problem_of(x, layout):
