@@ -341,7 +341,7 @@ SPILLS = [  # function, macros
     (
         "soft_dtw_backward",
         {"REAL": "double"},
-        Spill(2560, "a block, its costs and three weights a cell are 80 doubles"),
+        Spill(4096, "a block, its costs and three weights a cell are 80 doubles, 96 with slopes"),
     ),
     (
         "soft_dtw_backward",
