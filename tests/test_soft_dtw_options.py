@@ -53,6 +53,16 @@ def assert_others_have_the_same_bits(answers, clean, pair):
         assert same_bits(got[others], was[others])
 
 
+def assert_infinite_alone(place, C, cells, cost, gamma):
+    """Check that this cost in cells of sample 1 makes its value infinite, and only its."""
+    clean = run_all(place, C, gamma=gamma)
+    C[1][cells] = cost
+    answers = run_all(place, C, gamma=gamma)
+    assert_others_have_the_same_bits(answers, clean, 1)
+    assert answers.values[1] == math.inf
+    assert not answers.E[1].any() and answers.grad_gamma[1] == 0
+
+
 def arrays_of(given, B=3, N=34, M=20, dtype="float64"):
     """Series a and b of two features, or costs."""
     if given == "costs":
@@ -568,12 +578,7 @@ def test_nan_in_a_series_with_lengths_and_bands(place, gamma, series, point):
 )
 def test_no_path_is_left(place, dtype, cells, gamma):
     (C,) = arrays_of("costs", dtype=dtype)
-    clean = run_all(place, C, gamma=gamma)
-    C[1][cells] = math.inf
-    answers = run_all(place, C, gamma=gamma)
-    assert_others_have_the_same_bits(answers, clean, 1)
-    assert answers.values[1] == math.inf
-    assert not answers.E[1].any() and answers.grad_gamma[1] == 0
+    assert_infinite_alone(place, C, cells, math.inf, gamma)
 
 
 @every_place
@@ -633,12 +638,7 @@ def last_two(results):
 @pytest.mark.parametrize("gamma", [0.0, 1.0])
 def test_given_costs_that_overflow_as_they_add_up(place, dtype, big, gamma):
     (C,) = arrays_of("costs", N=3, M=3, dtype=dtype)
-    clean = run_all(place, C, gamma=gamma)
-    C[1] = big
-    answers = run_all(place, C, gamma=gamma)
-    assert_others_have_the_same_bits(answers, clean, 1)
-    assert answers.values[1] == math.inf
-    assert not answers.E[1].any() and answers.grad_gamma[1] == 0
+    assert_infinite_alone(place, C, np.s_[:], big, gamma)
 
 
 # Symmetries of a cost:

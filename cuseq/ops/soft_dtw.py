@@ -3,8 +3,6 @@
 import math
 import numbers
 
-import numpy as np
-
 from cuseq.ops import soft_dtw_engine as engine
 from cuseq.ops.soft_dtw_engine import Call, Numbers
 from cuseq.ops.soft_dtw_plan import ALIGNMENT, ENTROPY, GIVEN, SERIES, Problem
@@ -168,13 +166,8 @@ def backward(grad_values, a, b, values, kept, **options):
     returned for the same series and options.
     """
     call = borrow("soft_dtw", a, b, **options)
-    grad_values = arrays.borrow("grad_values", grad_values, "soft_dtw")
-    checks.shape("grad_values", grad_values, call.values_shape, "(B,) or ()", "pass one a value")
-    checks.same_dtype("grad_values", grad_values, "the values", call.problem.real)
-    checks.same_device("grad_values", grad_values, "a", call.a)
-    values = arrays.borrow("values", values, "soft_dtw")
-    kept = None if kept is None else arrays.borrow("kept", kept, "soft_dtw")
-    gradients = engine.backward(call, grad_values, values, kept, SERIES)
+    given = borrow_for_backward("soft_dtw", call, "a", grad_values, values, kept)
+    gradients = engine.backward(call, *given, SERIES)
     return tuple(arrays.give_back(grad, a) for grad in gradients)
 
 
@@ -233,6 +226,16 @@ def borrow_cost(operator, C, gamma, bandwidth, lengths_a, lengths_b):
     return call._replace(values_shape=C.shape[:-2], shapes=(C.shape,), C=C3)
 
 
+def borrow_for_backward(operator, call, first_name, grad_values, values, kept):
+    """What a backward takes besides its call, checked; `first_name` is that of the first array."""
+    grad_values = arrays.borrow("grad_values", grad_values, operator)
+    checks.shape("grad_values", grad_values, call.values_shape, "(B,) or ()", "pass one a value")
+    checks.same_dtype("grad_values", grad_values, "the values", call.problem.real)
+    checks.same_device("grad_values", grad_values, first_name, call.like)
+    values = arrays.borrow("values", values, operator)
+    return grad_values, values, None if kept is None else arrays.borrow("kept", kept, operator)
+
+
 def _call(operator, sizes, first, cost, options):
     """A call without its arrays: the problem and the options, checked."""
     B, N, M = sizes[:3]
@@ -283,7 +286,7 @@ def _gamma(gamma, B, first, operator):
     checks.per_sample("gamma", each, B)
     if on_host is None:
         return Numbers(0.0, each), True
-    for value in np.unique(on_host):
+    for value in (on_host.min(), on_host.max()) if on_host.size else ():  # NaN is both
         checks.gamma(value)
     return Numbers(0.0, each), bool((on_host == 0).any())
 

@@ -14,13 +14,12 @@ from typing import NamedTuple
 import numpy as np
 
 from cuseq.host import soft_dtw as host
-from cuseq.ops.soft_dtw_plan import ENTROPY, GIVEN, SERIES, VALUES, Problem, plan
+from cuseq.ops.soft_dtw_plan import ENTROPY, GIVEN, SERIES, VALUES, WARP, Problem, plan
 from cuseq.runtime import arrays, kernels
 from cuseq.runtime.arrays import HOST, Array
 
 FORWARD, BACKWARD = "soft_dtw.cu", "soft_dtw_backward.cu"
 PREPARATION = "soft_dtw_series.cu"
-WARP = 32
 THREADS = 256  # of a block in PREPARATION
 MOST_TO_CLEAR = 4096  # blocks of threads; each goes on where the grid ends
 NUMBER_KINDS = {"int32": 1, "int64": 2, "float64": 3, "float32": 4, "float16": 5, "bfloat16": 6}
@@ -38,9 +37,8 @@ class Numbers(NamedTuple):
 
     def host(self, B, dtype):
         """As a NumPy array (B,)."""
-        return np.broadcast_to(self.one if self.each is None else self.each.numpy(), B).astype(
-            dtype
-        )
+        values = self.one if self.each is None else self.each.numpy()
+        return np.broadcast_to(values, B).astype(dtype)
 
     @property
     def args(self):

@@ -1,9 +1,9 @@
 """Soft-DTW of a given cost matrix."""
 
 from cuseq.ops import soft_dtw_engine as engine
-from cuseq.ops.soft_dtw import borrow_cost
+from cuseq.ops.soft_dtw import borrow_cost, borrow_for_backward
 from cuseq.ops.soft_dtw_plan import ALIGNMENT, ENTROPY
-from cuseq.runtime import arrays, checks
+from cuseq.runtime import arrays
 
 
 def soft_dtw_from_cost(C, *, gamma=1.0, bandwidth=None, lengths_a=None, lengths_b=None):
@@ -92,11 +92,6 @@ def forward_keeping(C, **options):
 def backward(grad_values, C, values, kept, **options):
     """For adapters: the gradient of ``sum(grad_values * values)`` by C."""
     call = borrow_cost("soft_dtw_from_cost", C, **options)
-    grad_values = arrays.borrow("grad_values", grad_values, "soft_dtw_from_cost")
-    checks.shape("grad_values", grad_values, call.values_shape, "(B,) or ()", "pass one a value")
-    checks.same_dtype("grad_values", grad_values, "the values", call.problem.real)
-    checks.same_device("grad_values", grad_values, "C", call.C)
-    values = arrays.borrow("values", values, "soft_dtw_from_cost")
-    kept = None if kept is None else arrays.borrow("kept", kept, "soft_dtw_from_cost")
-    (grad_C,) = engine.backward(call, grad_values, values, kept, ALIGNMENT)
+    given = borrow_for_backward("soft_dtw_from_cost", call, "C", grad_values, values, kept)
+    (grad_C,) = engine.backward(call, *given, ALIGNMENT)
     return arrays.give_back(grad_C, C)
