@@ -33,6 +33,11 @@ template <class Real> __device__ __forceinline__ Real not_a_number();
 template <> __device__ __forceinline__ float not_a_number<float>() { return __int_as_float(0x7fffffff); }
 template <> __device__ __forceinline__ double not_a_number<double>() { return __longlong_as_double(0x7fffffffffffffffLL); }
 
+// Shared memory of which the launch gives the size.
+#ifndef DYNAMIC_SHARED
+#define DYNAMIC_SHARED(T, name) extern __shared__ T name[]
+#endif
+
 // Asks for the cache line of an address, and does not wait for it.
 __device__ __forceinline__ void prefetch(const void* address) {
 #ifdef __CUDA_ARCH__

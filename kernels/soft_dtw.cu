@@ -68,7 +68,7 @@ soft_dtw_forward(Index B, Index groups, Index stripes, const Pair* pairs /* [B] 
                  Real* lanes /* kept: [stripes, groups, chunks, LANE_WORDS, 32], else null */, Index chunks,
                  const FirstOf* first_of_a /* [batch_a, tiles] */, const FirstOf* first_of_b /* [batch_b, tiles] */,
                  Real* values /* [B] */) {
-    __shared__ Plane prepared[HELPERS > 0 ? 2 : 1];
+    DYNAMIC_SHARED(Plane, prepared);  // two, for helpers
     bool sweeps = threadIdx.x < WARP, kept = lanes != nullptr;
     Place at(pairs, B, int(stripes), int(blockIdx.x / groups), int(blockIdx.x % groups));
     Source source = source_of(at, a, b, batch_a, batch_b, D, padded_a, padded_b, C, C_stride_batch, C_stride_row,
@@ -136,7 +136,6 @@ soft_dtw_forward(Index B, Index groups, Index stripes, const Pair* pairs /* [B] 
         }
     }
     if (!sweeps) return;
-    __syncwarp();  // what a lane saw of NaN, all of them see
     int instead = out_of_numbers(at, first_of_a + (batch_a > 1 ? at.index : 0) * ((padded_a + TILE - 1) / TILE),
                                  first_of_b + (batch_b > 1 ? at.index : 0) * ((padded_b + TILE - 1) / TILE),
                                  source.spoilt);

@@ -7,9 +7,10 @@
 //
 // soft_dtw.cu has kept the last row of each stripe and what a lane carried at the start of each
 // chunk. This walks stripes and chunks in reverse, computes the weights of a chunk anew into shared
-// memory, and sends E back the way that R came. Nothing of size N x M is kept.
+// memory, and sends E back the way that R came. Nothing of size N x M is kept. Away from the best paths
+// E soon is too small for a float, and so 0: chunks into which no E flows are passed by.
 //
-// Launch and macros as soft_dtw.cu, and OUTPUT.
+// Launch and macros as soft_dtw.cu, and OUTPUT; GROUP (see soft_dtw_gradients.cuh).
 
 #include "soft_dtw_gradients.cuh"
 
@@ -28,6 +29,12 @@ constexpr int EXTRA = PLANES - 1;                     // slopes of ROOT, or entr
 
 struct Chunk {  // what is shared of a chunk
     Plane planes[PLANES];
+};
+
+struct Shared {
+    Chunk chunks[HELPERS > 0 ? 2 : 1];
+    Letterbox box, boxes[HELPERS > 0 ? HELPERS : 1][GROUP];  // for E, and for sums of gradients
+    int dry[4];  // by the lowest bit of the chunk: no E flows in it
 };
 
 // Rounded well: an error of the fast one would go into the weights of every cell on a path.
@@ -68,6 +75,14 @@ struct Flow {  // what a lane carries in the backward, from later columns to ear
     Column left;    // E for its own next column, from the block done
     Row message;    // E for the row above the block done
     Real diagonal;  // E for the corner above the block done
+    __device__ bool any() const {
+        bool some = diagonal != 0;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) some |= left.at[r] != 0;
+#pragma unroll
+        for (int k = 0; k < COLUMNS; ++k) some |= message.at[k] != 0;
+        return some;
+    }
 };
 
 // E of a block's cells: R's recurrence backwards. `seed(r, k)` comes from outside of the table.
@@ -135,8 +150,8 @@ soft_dtw_backward(Index B, Index groups, Index stripes, const Pair* pairs /* [B]
                   Real* in_flight /* [stripes * groups, D, 32, COLUMNS] */,
                   C_T* grad_C /* [B, N, M] */, Index N, Index M, Real* entropies /* [stripes, B] */) {
     constexpr bool ADDS = OUTPUT == SERIES && HELPERS == 0;  // the sweeping warp adds up the gradients
-    __shared__ Chunk chunks_shared[HELPERS > 0 ? 2 : 1];
-    __shared__ Letterbox box, boxes[HELPERS > 0 ? HELPERS : 1][GROUP];
+    DYNAMIC_SHARED(Shared, memory);
+    auto& [chunks_shared, box, boxes, dry_chunks] = *memory;
     bool sweeps = threadIdx.x < WARP;
     Index task = gridDim.x - 1 - blockIdx.x;  // of the forward: its stripes in reverse
     Place at(pairs, B, int(stripes), int(task / groups), int(task % groups));
@@ -172,34 +187,67 @@ soft_dtw_backward(Index B, Index groups, Index stripes, const Pair* pairs /* [B]
     if (OUTPUT == ALIGNMENT && sweeps) fill_outside(at, N, M, grad_C);
     int first_chunk = steps.chunks() - 1;
     if (first_chunk >= 0 && sweeps) start(first_chunk);
-    if (HELPERS > 0 && !sweeps)
-        prepare_costs(source, at, steps, first_chunk, chunks_shared[first_chunk & 1].planes[COSTS]);
-    // Helpers are one chunk behind with the gradients, and one ahead with the costs.
+    bool dry = true;
+    // Helpers are one chunk behind with the gradients. They are one ahead with the costs, unless the chunk is dry.
     for (int chunk = first_chunk; chunk >= (HELPERS > 0 && OUTPUT == SERIES ? -1 : 0); --chunk) {
         Chunk& shared = chunks_shared[HELPERS > 0 ? chunk & 1 : 0];
         int first_step = steps.first + chunk * STEPS, first_in = first_step - (LANES - 1);
+        bool dry_before = dry;
+        Inboxes flows, columns[GROUP];
         if (HELPERS > 0) __syncthreads();
+        if (sweeps && chunk >= 0) {
+            if (MAIL) {
+                flows.look(at, first_in, from_below, mail_back);
+#pragma unroll
+                for (int f = 0; f < GROUP; ++f)
+                    if (ADDS) columns[f].look(at, first_in, gradients.received, gradients.mail(f));
+            }
+            bool seeded = last_block >= 0 && unsigned(last_block + at.lane - first_step) < STEPS && seed != 0;
+            dry = !__any_sync(FULL_MASK, seeded || flow.any());
+            if (MAIL && dry)
+                dry = !__any_sync(FULL_MASK, flows.wait(at, first_in, from_below, mail_back, box));
+        }
+        if (HELPERS > 0) {
+            if (threadIdx.x == 0) dry_chunks[chunk & 1] = dry;
+            __syncthreads();
+            dry = dry_chunks[chunk & 1];
+            bool now = chunk >= 0 && !dry && dry_before;  // else they have been prepared
+            if (now && !sweeps) prepare_costs(source, at, steps, chunk, shared.planes[COSTS]);
+            if (now) __syncthreads();
+        }
         if (HELPERS > 0 && !sweeps) {
             Chunk& other = chunks_shared[(chunk + 1) & 1];
             if (chunk > 1) prefetch_columns(source, at, steps, chunk - 2, LANES - 1);
-            if (chunk > 0) prepare_costs(source, at, steps, chunk - 1, other.planes[COSTS]);
+            if (chunk > 0 && !dry) prepare_costs(source, at, steps, chunk - 1, other.planes[COSTS]);
             if (OUTPUT == SERIES && chunk < first_chunk)
-                add_gradients(source, at, gradients, steps, chunk + 1, chunk + 1 == first_chunk, other.planes[FLOW],
-                              boxes[threadIdx.x / WARP - 1]);
+                add_gradients(source, at, gradients, steps, chunk + 1, first_chunk, dry_before, other.planes[FLOW],
+                              boxes[threadIdx.x / WARP - 1], sums);
             continue;
         }
         if (chunk < 0) break;
+        if (dry) {
+            if (chunk > 0) start(chunk - 1);
+            if (MAIL)
+#pragma unroll
+                for (int f = 0; f < GROUP; ++f)
+                    if (ADDS) columns[f].wait(at, first_in, gradients.received, gradients.mail(f), boxes[0][f]);
+            __syncwarp();
+#pragma unroll 1
+            for (int t = STEPS - 1; t >= 0; --t) {
+                int block = first_step + t - at.lane;
+                if (OUTPUT == ALIGNMENT && at.span.holds(block))
+                    write_alignment(at, block, Block{}, value, N, M, grad_C);
+                if (MAIL && at.to_above.holds(block)) send(Row{}, at.stripe, mail_back + block);
+                if (ADDS) sums.take_from_below(at, boxes[0], t);
+                if (ADDS) sums.send_up(at, gradients, block);
+            }
+            __syncwarp();
+            continue;
+        }
 
         // the weights, forward through the chunk
         lane = next;
         held.take_columns(source, at, first_step - at.lane);
-        Inboxes flows, columns[GROUP];
-        if (MAIL) {
-            flows.look(at, first_in, from_below, mail_back);
-#pragma unroll
-            for (int f = 0; f < GROUP; ++f)
-                if (ADDS) columns[f].look(at, first_in, gradients.received, gradients.mail(f));
-        }
 #pragma unroll 1
         for (int t = 0; t < STEPS; ++t) {
             int block = first_step + t - at.lane;
@@ -246,9 +294,7 @@ soft_dtw_backward(Index B, Index groups, Index stripes, const Pair* pairs /* [B]
         for (int t = STEPS - 1; t >= 0; --t) {
             int block = first_step + t - at.lane;
             Row below = from_lane_below(at, flow.message, box, t);
-#pragma unroll
-            for (int f = 0; f < GROUP; ++f)
-                if (ADDS) sums.down[f] = from_lane_below(at, sums.down[f], boxes[0][f], t);
+            if (ADDS) sums.take_from_below(at, boxes[0], t);
             if (at.span.holds(block)) {
                 Weights weights;
                 Block E, extra;
@@ -279,9 +325,7 @@ soft_dtw_backward(Index B, Index groups, Index stripes, const Pair* pairs /* [B]
             }
             held.take_columns(source, at, block - 1);
             if (MAIL && at.to_above.holds(block)) send(flow.message, at.stripe, mail_back + block);
-            if (ADDS && at.lane == 0 && gradients.sent.holds(block))
-#pragma unroll
-                for (int f = 0; f < GROUP; ++f) send(sums.down[f], at.stripe, gradients.mail(f) + block);
+            if (ADDS) sums.send_up(at, gradients, block);
         }
         if (MAIL) __syncwarp();  // all have read the letterboxes
     }

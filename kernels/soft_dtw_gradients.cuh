@@ -2,15 +2,15 @@
 // Sums of gradients over the cells of a table: along a lane's rows for grad_a; for grad_b down the
 // columns, from lane to lane and, by mail, from stripe to stripe.
 //
-// Compiled with: REAL, COST, C_T, FEATURES, ROWS, LANES, HELPERS, STEPS, MAIL, HARD (see soft_dtw.cu).
+// Compiled with: REAL, COST, C_T, FEATURES, ROWS, LANES, HELPERS, STEPS, MAIL, HARD (see soft_dtw.cu);
+// GROUP (features whose gradients a warp adds up at a time).
 
 #include "soft_dtw_recurrence.cuh"
 
-constexpr int GROUP = FEATURES > 0 ? FEATURES : 4;    // features whose gradients are added up at a time
 constexpr int LETTERS = (STEPS + LANES - 1) / LANES;  // of a chunk, that a lane takes for its stripe
-constexpr int BOXES = MAIL ? PAIRS : 1;
+constexpr int BOXES = MAIL || HELPERS > 0 ? PAIRS : 1;
 
-struct Letterbox {  // for the last lane of each pair: what came from the stripe below for the steps of a chunk
+struct Letterbox {  // of each pair: what came from the stripe below, or goes to the one above, about the steps of a chunk
     Row at[STEPS][BOXES];
 };
 
@@ -26,7 +26,9 @@ struct Inboxes {
             if (t < STEPS && span.holds(first + t)) letters[n].look(mail + first + t);
         }
     }
-    __device__ __forceinline__ void wait(const Place& at, int first, Span span, const Letter* mail, Letterbox& box) {
+    // whether any number that came is not 0
+    __device__ __forceinline__ bool wait(const Place& at, int first, Span span, const Letter* mail, Letterbox& box) {
+        bool any = false;
 #pragma unroll
         for (int n = 0; n < LETTERS; ++n) {
             int t = n * LANES + at.lane;
@@ -34,10 +36,14 @@ struct Inboxes {
             if (t < STEPS && span.holds(first + t)) {
                 letters[n].wait(mail + first + t, at.stripe + 1);
 #pragma unroll
-                for (int k = 0; k < COLUMNS; ++k) letters[n].get(k, row.at[k]);
+                for (int k = 0; k < COLUMNS; ++k) {
+                    letters[n].get(k, row.at[k]);
+                    any |= row.at[k] != 0;
+                }
             }
             if (t < STEPS) box.at[t][threadIdx.x % WARP / LANES] = row;
         }
+        return any;
     }
 };
 
@@ -65,6 +71,24 @@ __device__ Span blocks_of_stripe(const Pair& pair, int stripe) {
     return {first, blocks_of(pair, bottom / ROWS * ROWS).end() - first};
 }
 
+struct Gradients {  // where sums of gradients are kept, here those of the lane
+    Real* a;         // [B, D, padded_a]
+    Letter* b;       // [B, D, blocks]: mail, from stripe to stripe
+    Row* in_flight;  // [stripes * groups, D, 32], of many groups: sums of columns on their way from lane to lane
+    Index padded_a, blocks;
+    Span sent, received;  // blocks about which the stripe writes, and those about which the one below does
+    __device__ Gradients(const Place& at, Index D, Index padded_a, Index blocks, Index task, Real* a, Letter* b,
+                         Real* in_flight)
+        : a(a + at.index * D * padded_a + at.row), b(b + at.index * D * blocks),
+          in_flight(reinterpret_cast<Row*>(in_flight) + task * D * WARP + threadIdx.x % WARP), padded_a(padded_a),
+          blocks(blocks), sent(blocks_of_stripe(at.pair, at.stripe)),
+          received(blocks_of_stripe(at.pair, at.stripe + 1)) {
+        received.count = max(min(received.end(), sent.end()) - received.first, 0);  // the others go no further
+    }
+    __device__ Letter* mail(Index f) const { return b + f * blocks; }
+    __device__ Column& along(Index f) const { return *reinterpret_cast<Column*>(a + f * padded_a); }
+};
+
 // Sums of E times the slopes of the cost, for a group of features.
 struct Sums {
     Column along[GROUP];  // a lane's rows: for grad_a
@@ -83,79 +107,109 @@ struct Sums {
                     down[f].at[k] += E.at[r][k] * slope;
                 }
     }
-};
-
-struct Gradients {  // where sums of gradients are kept, here those of the lane
-    Real* a;         // [B, D, padded_a]
-    Letter* b;       // [B, D, blocks]: mail, from stripe to stripe
-    Row* in_flight;  // [stripes * groups, D, 32], of helpers: sums of columns on their way from lane to lane
-    Index padded_a, blocks;
-    Span sent, received;  // blocks about which the stripe writes, and those about which the one below does
-    __device__ Gradients(const Place& at, Index D, Index padded_a, Index blocks, Index task, Real* a, Letter* b,
-                         Real* in_flight)
-        : a(a + at.index * D * padded_a + at.row), b(b + at.index * D * blocks),
-          in_flight(reinterpret_cast<Row*>(in_flight) + task * D * WARP + threadIdx.x % WARP), padded_a(padded_a),
-          blocks(blocks), sent(blocks_of_stripe(at.pair, at.stripe)),
-          received(blocks_of_stripe(at.pair, at.stripe + 1)) {
-        received.count = max(min(received.end(), sent.end()) - received.first, 0);  // the others go no further
+    // The sums of the lane below, or of the stripe below, go on.
+    __device__ __forceinline__ void take_from_below(const Place& at, const Letterbox (&boxes)[GROUP], int t) {
+#pragma unroll
+        for (int f = 0; f < GROUP; ++f) down[f] = from_lane_below(at, down[f], boxes[f], t);
     }
-    __device__ Letter* mail(Index f) const { return b + f * blocks; }
-    __device__ Column& along(Index f) const { return *reinterpret_cast<Column*>(a + f * padded_a); }
+    __device__ __forceinline__ void send_up(const Place& at, const Gradients& gradients, int block) const {
+        if (at.lane > 0 || !gradients.sent.holds(block)) return;
+#pragma unroll
+        for (int f = 0; f < GROUP; ++f) send(down[f], at.stripe, gradients.mail(f) + block);
+    }
 };
 
-// A helper's share of a chunk: groups of features, for which E is in shared memory.
-__device__ void add_gradients(const Source& source, const Place& at, const Gradients& gradients, const Steps& steps,
-                              int chunk,
-                              bool first_visit, const Plane& flow, Letterbox (&boxes)[GROUP]) {
-    int first_step = steps.first + chunk * STEPS, first_in = first_step - (LANES - 1);
-    int helper = int(threadIdx.x) / WARP - 1;
-    for (Index first = helper * GROUP; first < source.D; first += HELPERS * GROUP) {
-        Inboxes inboxes[GROUP];
-        if (MAIL)
+// What a helper gets and sends by mail about a chunk, shared out among the lanes of a pair: letter n is
+// about feature n / STEPS of its group, and step n % STEPS.
+constexpr int SOME = 3;  // letters of a lane that are under way together
+
+__device__ __forceinline__ void receive(const Place& at, const Gradients& gradients, Index D, Index first,
+                                        int first_block, Letterbox (&boxes)[GROUP]) {
+#pragma unroll 1
+    for (int next = at.lane; next < GROUP * STEPS; next += SOME * LANES) {
+        Letter letters[SOME];
+        const Letter* from[SOME];
 #pragma unroll
-            for (int f = 0; f < GROUP; ++f)
-                if (first + f < source.D) inboxes[f].look(at, first_in, gradients.received, gradients.mail(first + f));
+        for (int some = 0; some < SOME; ++some) {
+            int n = next + some * LANES, block = first_block + n % STEPS;
+            Index f = first + n / STEPS;
+            bool comes = n < GROUP * STEPS && f < D && gradients.received.holds(block);
+            from[some] = comes ? gradients.mail(f) + block : nullptr;
+            letters[some].clear();
+            if (comes) letters[some].look(from[some]);
+        }
+#pragma unroll
+        for (int some = 0; some < SOME; ++some) {
+            int n = next + some * LANES;
+            Row row{};
+            if (from[some]) {
+                letters[some].wait(from[some], at.stripe + 1);
+#pragma unroll
+                for (int k = 0; k < COLUMNS; ++k) letters[some].get(k, row.at[k]);
+            }
+            if (n < GROUP * STEPS) boxes[n / STEPS].at[n % STEPS][threadIdx.x % WARP / LANES] = row;
+        }
+    }
+    __syncwarp();
+}
+
+__device__ __forceinline__ void send_all(const Place& at, const Gradients& gradients, Index D, Index first,
+                                         int first_block, const Letterbox (&boxes)[GROUP]) {
+    __syncwarp();
+#pragma unroll 1
+    for (int n = at.lane; n < GROUP * STEPS; n += LANES) {
+        int block = first_block + n % STEPS;
+        Index f = first + n / STEPS;
+        if (f < D && gradients.sent.holds(block))
+            send(boxes[n / STEPS].at[n % STEPS][threadIdx.x % WARP / LANES], at.stripe, gradients.mail(f) + block);
+    }
+}
+
+// A helper's share of a chunk: groups of features, for which E is in shared memory. If it has one
+// group only, its sums stay in registers from chunk to chunk.
+__device__ __forceinline__ void add_gradients(const Source& source, const Place& at, const Gradients& gradients,
+                                              const Steps& steps, int chunk, int first_chunk, bool dry,
+                                              const Plane& flow, Letterbox (&boxes)[GROUP], Sums& sums) {
+    int first_step = steps.first + chunk * STEPS;
+    bool groups = source.D > HELPERS * GROUP;
+    for (Index first = (threadIdx.x / WARP - 1) * GROUP; first < source.D; first += HELPERS * GROUP) {
+        if (MAIL) receive(at, gradients, source.D, first, first_step - (LANES - 1), boxes);
         Features<GROUP> features;
-        Sums sums{};
-        features.take_rows(source, at, first);
-        if (!first_visit)
+        if (!dry) {
+            features.take_rows(source, at, first);
+            features.take_columns(source, at, first_step + STEPS - 1 - at.lane, first);
+        }
+        if (chunk == first_chunk) {
+            sums = Sums{};
+        } else if (groups) {
 #pragma unroll
-            for (int f = 0; f < GROUP; ++f)
-                if (first + f < source.D) sums.down[f] = gradients.in_flight[(first + f) * WARP];
-        features.take_columns(source, at, first_step + STEPS - 1 - at.lane, first);
-#pragma unroll
-        for (int f = 0; f < GROUP; ++f)
-            if (!first_visit && at.span.count > 0 && first + f < source.D) sums.along[f] = gradients.along(first + f);
-        if (MAIL) {
-#pragma unroll
-            for (int f = 0; f < GROUP; ++f)
-                if (first + f < source.D)
-                    inboxes[f].wait(at, first_in, gradients.received, gradients.mail(first + f), boxes[f]);
-            __syncwarp();
+            for (int f = 0; f < GROUP; ++f) {
+                if (first + f >= source.D) continue;
+                sums.down[f] = gradients.in_flight[(first + f) * WARP];
+                if (at.span.count > 0) sums.along[f] = gradients.along(first + f);
+            }
         }
 #pragma unroll 1
         for (int t = STEPS - 1; t >= 0; --t) {
             int block = first_step + t - at.lane;
-#pragma unroll
-            for (int f = 0; f < GROUP; ++f) sums.down[f] = from_lane_below(at, sums.down[f], boxes[f], t);
-            if (at.span.holds(block)) {
+            sums.take_from_below(at, boxes, t);
+            if (!dry && at.span.holds(block)) {
                 Block E;
                 flow.get(t, E);
                 sums.add(features, E);
             }
-            features.take_columns(source, at, block - 1, first);
-            if (at.lane == 0 && gradients.sent.holds(block)) {
-                Letter* to = gradients.mail(first) + block;
+            if (!dry) features.take_columns(source, at, block - 1, first);
+            __syncwarp();  // what came about this step has been read
+            if (at.lane == 0)
 #pragma unroll
-                for (int f = 0; f < GROUP; ++f, to += gradients.blocks)
-                    if (first + f < source.D) send(sums.down[f], at.stripe, to);
-            }
+                for (int f = 0; f < GROUP; ++f) boxes[f].at[t][threadIdx.x % WARP / LANES] = sums.down[f];
         }
+        send_all(at, gradients, source.D, first, first_step, boxes);
 #pragma unroll
         for (int f = 0; f < GROUP; ++f) {
-            if (first + f >= source.D) break;
-            gradients.in_flight[(first + f) * WARP] = sums.down[f];
-            if (at.span.count > 0) gradients.along(first + f) = sums.along[f];
+            if (first + f >= source.D) continue;
+            if (groups) gradients.in_flight[(first + f) * WARP] = sums.down[f];
+            if ((groups || chunk == 0) && at.span.count > 0) gradients.along(first + f) = sums.along[f];
         }
         __syncwarp();
     }

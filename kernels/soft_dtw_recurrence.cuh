@@ -48,15 +48,24 @@ __device__ __forceinline__ Lane before_first(const Place& at) {
     return lane;
 }
 
+template <int n> __device__ __forceinline__ Real least_of(Reals<n> v) {  // n is a power of 2
+#pragma unroll
+    for (int half = n / 2; half > 0; half /= 2)
+#pragma unroll
+        for (int k = 0; k < half; ++k) v.at[k] = min(v.at[k], v.at[k + half]);
+    return v.at[0];
+}
+
+// A whole number near v: the digits behind the point find no room beside such a large number.
+__device__ __forceinline__ Real whole(Real v) {
+    constexpr Real large = sizeof(Real) == 8 ? Real(6755399441055744.0) : Real(12582912);  // 1.5 * 2^52, 2^23
+    return v + large - large;
+}
+
 // Moves the base of the lane, and of the row above, to the least R that the next block starts from.
 __device__ __forceinline__ void rebase(Lane& lane, Row& above, Real base_above) {
-    Real least = above.at[0];
-#pragma unroll
-    for (int k = 1; k < COLUMNS; ++k) least = min(least, above.at[k]);
-    least = min(least + (base_above - lane.base), lane.corner);
-#pragma unroll
-    for (int r = 0; r < ROWS; ++r) least = min(least, lane.left.at[r]);
-    Real base = lane.base + (least < NO_PATH ? rint(least) : Real(0));
+    Real least = min(least_of(above) + (base_above - lane.base), min(least_of(lane.left), lane.corner));
+    Real base = lane.base + (least < NO_PATH ? whole(least) : Real(0));
     Real shift = base - lane.base, shift_above = base - base_above;  // exact: whole numbers, close together
     lane.base = base;
     lane.corner -= shift;

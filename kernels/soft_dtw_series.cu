@@ -100,8 +100,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 soft_dtw_prepare(Index B, Index N, Index M, Index D,
                  const void* gamma, Index gamma_stride, Index gamma_kind, double one_gamma,
                  const void* band, Index band_stride, Index band_kind, Index one_band,
-                 const void* lengths_a, Index lengths_a_stride, Index lengths_a_kind,
-                 const void* lengths_b, Index lengths_b_stride, Index lengths_b_kind,
+                 const void* lengths_a, Index lengths_a_stride, Index lengths_a_kind, Index one_length_a,
+                 const void* lengths_b, Index lengths_b_stride, Index lengths_b_kind, Index one_length_b,
                  const X_T* a /* [batch_a, N, D] */, Index a_stride_batch, Index a_stride_row, Index a_stride_feature,
                  const X_T* b /* [batch_b, M, D] */, Index b_stride_batch, Index b_stride_row, Index b_stride_feature,
                  Index batch_a, Index batch_b /* 0 where the cost is given */,
@@ -112,8 +112,8 @@ soft_dtw_prepare(Index B, Index N, Index M, Index D,
     for (Index k = thread; k < words; k += threads) mail[k] = NOTHING_SENT;
     for (Index k = thread; k < B; k += threads) {
         bool banded = band_kind != ONE_FOR_ALL || one_band >= 0;
-        pairs[k] = checked(entry(lengths_a, k * lengths_a_stride, lengths_a_kind, N),
-                           entry(lengths_b, k * lengths_b_stride, lengths_b_kind, M), N, M,
+        pairs[k] = checked(entry(lengths_a, k * lengths_a_stride, lengths_a_kind, one_length_a),
+                           entry(lengths_b, k * lengths_b_stride, lengths_b_kind, one_length_b), N, M,
                            entry(gamma, k * gamma_stride, gamma_kind, one_gamma),
                            entry(band, k * band_stride, band_kind, one_band), banded);
         spoilt[k] = 0;

@@ -42,6 +42,16 @@ __device__ __forceinline__ Span whole_blocks_of(const Pair& pair, int row) {
 
 struct Block {  // of a table
     Real at[ROWS][COLUMNS];
+    // a feature of its rows and columns, to sums of costs
+    __device__ __forceinline__ void add(const Column& x, const Row& y) {
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+            for (int k = 0; k < COLUMNS; ++k) {
+                Real difference = x.at[r] - y.at[k];
+                at[r][k] += COST == ABSOLUTE ? fabs(difference) : difference * difference;
+            }
+    }
 };
 
 struct alignas(16) Plane {  // of a chunk's blocks, in shared memory: a number a cell
@@ -75,7 +85,7 @@ struct Place {
     Span from_above, to_below;  // blocks whose row comes by mail, and those whose row goes
     Span to_above, from_below;  // the same for E, in the backward
     __device__ Place(const Pair* pairs, Index B, int stripes, int stripe, int group)
-        : stripe(stripe), lane(int(threadIdx.x) % LANES), row((stripe * LANES + lane) * ROWS) {
+        : stripe(stripe), lane(int(threadIdx.x % LANES)), row((stripe * LANES + lane) * ROWS) {
         Index k = Index(group) * PAIRS + threadIdx.x % WARP / LANES;
         index = int(min(k, B - 1));
         pair = pairs[index];
@@ -167,30 +177,18 @@ template <int count> struct Features {
 };
 typedef Features<FEATURES> Held;
 
-template <int count>
-__device__ __forceinline__ void add_feature(const Real (&x)[count], const Row& y, Real (&C)[count][COLUMNS]) {
-#pragma unroll
-    for (int r = 0; r < count; ++r)
-#pragma unroll
-        for (int k = 0; k < COLUMNS; ++k) {
-            Real difference = x[r] - y.at[k];
-            C[r][k] += COST == ABSOLUTE ? fabs(difference) : difference * difference;
-        }
-}
-
-// The given costs of `count` rows from `row` on, as far as a path may cross them.
-template <int count>
-__device__ __forceinline__ void given(const Source& source, const Place& at, int row, int block,
-                                      Real (&C)[count][COLUMNS]) {
+// The given costs of a block, as far as a path may cross them.
+__device__ __forceinline__ void given(const Source& source, const Place& at, int block, Block& C) {
     bool spoilt = false;
 #pragma unroll
-    for (int r = 0; r < count; ++r)
+    for (int r = 0; r < ROWS; ++r)
 #pragma unroll
         for (int k = 0; k < COLUMNS; ++k) {
-            int i = row + r, j = block * COLUMNS + k;
-            C[r][k] = at.pair.inside(i, j) ? widen<Real>(source.C[i * source.stride_row + j * source.stride_column])
-                                           : Real(0);
-            spoilt |= !(C[r][k] > -infinity());
+            int i = at.row + r, j = block * COLUMNS + k;
+            C.at[r][k] = at.pair.inside(i, j)
+                             ? widen<Real>(source.C[i * source.stride_row + j * source.stride_column])
+                             : Real(0);
+            spoilt |= !(C.at[r][k] > -infinity());
         }
     if (spoilt) {  // known before any row that follows from this block is sent on
         *static_cast<volatile int*>(source.spoilt) = 1;
@@ -199,35 +197,29 @@ __device__ __forceinline__ void given(const Source& source, const Place& at, int
 }
 
 // Sums over features, or given costs, into costs in the unit of R.
-template <int count>
-__device__ __forceinline__ void scale_costs(const Source& source, const Place& at, int row, int block,
-                                            Real (&C)[count][COLUMNS]) {
+__device__ __forceinline__ void scale_costs(const Source& source, const Place& at, int block, Block& C) {
 #pragma unroll
-    for (int r = 0; r < count; ++r)
+    for (int r = 0; r < ROWS; ++r)
 #pragma unroll
         for (int k = 0; k < COLUMNS; ++k) {
-            Real sum = COST == ROOT ? sqrt(C[r][k]) : C[r][k];
-            C[r][k] = min(sum * source.scale, FORBIDDEN);  // NaN, too, is FORBIDDEN
+            Real sum = COST == ROOT ? sqrt(C.at[r][k]) : C.at[r][k];
+            C.at[r][k] = min(sum * source.scale, FORBIDDEN);  // NaN, too, is FORBIDDEN
         }
     if (at.whole.holds(block)) return;
 #pragma unroll
-    for (int r = 0; r < count; ++r)
+    for (int r = 0; r < ROWS; ++r)
 #pragma unroll
         for (int k = 0; k < COLUMNS; ++k)
-            if (!at.pair.inside(row + r, block * COLUMNS + k)) C[r][k] = FORBIDDEN;
+            if (!at.pair.inside(at.row + r, block * COLUMNS + k)) C.at[r][k] = FORBIDDEN;
 }
 
 __device__ __forceinline__ void held_costs(const Source& source, const Held& held, const Place& at, int block,
                                            Block& C) {
     C = Block{};
 #pragma unroll
-    for (int f = 0; f < FEATURES; ++f) add_feature(held.rows[f].at, held.columns[f], C.at);
-    scale_costs(source, at, at.row, block, C.at);
+    for (int f = 0; f < FEATURES; ++f) C.add(held.rows[f], held.columns[f]);
+    scale_costs(source, at, block, C);
 }
-
-constexpr int PARTS = 2;   // of a block, for helpers
-constexpr int SUMMED = 8;  // features at a time, whose loads are under way together
-typedef Reals<ROWS / PARTS> Part;
 
 // Columns that a chunk is the first to need, on their way to the cache: those of the group's lane `of`.
 __device__ __forceinline__ void prefetch_columns(const Source& source, const Place& at, const Steps& steps, int chunk,
@@ -239,37 +231,36 @@ __device__ __forceinline__ void prefetch_columns(const Source& source, const Pla
     }
 }
 
-// The costs of a chunk, shared out among the helpers.
+constexpr int SUMMED = 8;  // features at a time, whose loads are under way together
+
+// All features of a block that is inside; by parts, for the sake of the last digits.
+__device__ __forceinline__ void add_features(const Source& source, int block, Block& C) {
+    Index f = 0;
+    for (; f + SUMMED <= source.D; f += SUMMED) {
+        Block part{};
+#pragma unroll
+        for (int next = 0; next < SUMMED; ++next) part.add(source.rows(f + next), source.columns(f + next, block));
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+            for (int k = 0; k < COLUMNS; ++k) C.at[r][k] += part.at[r][k];
+    }
+    for (; f < source.D; ++f) C.add(source.rows(f), source.columns(f, block));
+}
+
+// The costs of a chunk, its steps shared out among the helpers.
 __device__ __forceinline__ void prepare_costs(const Source& source, const Place& at, const Steps& steps, int chunk,
                                               Plane& plane) {
-    constexpr int count = ROWS / PARTS;
-    for (int unit = int(threadIdx.x) / WARP - 1; unit < STEPS * PARTS; unit += HELPERS > 0 ? HELPERS : 1) {
-        int t = unit / PARTS, r0 = unit % PARTS * count, block = steps.first + chunk * STEPS + t - at.lane;
+    for (int t = int(threadIdx.x / WARP) - 1; t < STEPS; t += HELPERS > 0 ? HELPERS : 1) {
+        int block = steps.first + chunk * STEPS + t - at.lane;
         if (!at.span.holds(block)) continue;
-        Real C[count][COLUMNS] = {};
+        Block C{};
         if (COST == GIVEN) {
-            given(source, at, at.row + r0, block, C);
+            given(source, at, block, C);
         } else {
-            auto add = [&](Index f, Real (&sums)[count][COLUMNS]) {
-                Part x = *reinterpret_cast<const Part*>(source.a + f * source.padded_a + r0);
-                add_feature(x.at, source.columns(f, block), sums);
-            };
-            Index f = 0;
-            for (; f + SUMMED <= source.D; f += SUMMED) {  // by parts, for the sake of the last digits
-                Real part[count][COLUMNS] = {};
-#pragma unroll
-                for (int next = 0; next < SUMMED; ++next) add(f + next, part);
-#pragma unroll
-                for (int r = 0; r < count; ++r)
-#pragma unroll
-                    for (int k = 0; k < COLUMNS; ++k) C[r][k] += part[r][k];
-            }
-            for (; f < source.D; ++f) add(f, C);
+            add_features(source, block, C);
         }
-        scale_costs(source, at, at.row + r0, block, C);
-#pragma unroll
-        for (int r = 0; r < count; ++r)
-#pragma unroll
-            for (int k = 0; k < COLUMNS; ++k) plane.at[t][r0 + r][threadIdx.x % WARP].at[k] = C[r][k];
+        scale_costs(source, at, block, C);
+        plane.put(t, C);
     }
 }

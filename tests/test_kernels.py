@@ -122,11 +122,17 @@ class CuPy:
 
     def get_function(self, name):
         self.functions.append(name)
+        recorder = self
 
-        def kernel(grid, block, args, *, stream):
-            self.launches.append((name, grid, block, args, stream.ptr, self.entered[-1]))
+        class Kernel:
+            max_dynamic_shared_size_bytes = 48 * 1024
 
-        return kernel
+            def __call__(self, grid, block, args, *, shared_mem, stream):
+                assert shared_mem <= self.max_dynamic_shared_size_bytes
+                launch = grid, block, args, shared_mem, stream.ptr, recorder.entered[-1]
+                recorder.launches.append((name, *launch))
+
+        return Kernel()
 
 
 @pytest.fixture
@@ -138,8 +144,14 @@ def cupy(fresh, monkeypatch):
 
 def test_a_launch_goes_to_its_stream_on_its_device(cupy):
     kernels.launch(3, 77, "soft_dtw.cu", "soft_dtw_forward", (("WARPS", 1),), 5, 32, (1, 2))
-    assert cupy.launches == [("soft_dtw_forward", (5,), (32,), (1, 2), 77, 3)]
+    assert cupy.launches == [("soft_dtw_forward", (5,), (32,), (1, 2), 0, 77, 3)]
     assert cupy.entered == []
+
+
+def test_a_kernel_is_told_of_shared_memory(cupy):
+    for shared in (100, 48 * 1024, 48 * 1024 + 1, 227 * 1024):
+        kernels.launch(0, 0, "soft_dtw.cu", "soft_dtw_forward", (), 1, 32, (), shared)
+    assert [launch[4] for launch in cupy.launches] == [100, 49152, 49153, 232448]
 
 
 def test_macros_become_options_in_their_order(cupy):
@@ -226,7 +238,7 @@ def test_the_compiler_names_file_and_line_of_an_error(folder, file):
 ARCHS = ["sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
 COVERED = "sm_90"  # every variant of the spread; on the others the usual ones and the largest
 WIDTHS = [*range(1, 9), 16, 32]
-LIMITS = kernels.DeviceLimits(multiprocessors=132)
+LIMITS = kernels.DeviceLimits(multiprocessors=132, shared=227 * 1024)
 # L, whether channels lie closer than positions, and whether positions adjoin
 ALONG, ACROSS, SHORT, STRIDED = (5000, 0, 1), (5000, 1, 0), (8, 0, 1), (5000, 0, 0)
 OWN_DTYPES = [  # of x, weight, bias, state: each in each role
@@ -240,8 +252,8 @@ OWN_DTYPES = [  # of x, weight, bias, state: each in each role
 
 
 # (B, N, D): many and few pairs, short and long, of few and many features
-MANY, MANY_SHORT, SOME, FEW = (5000, 300, 2), (20_000, 100, 3), (300, 256, 2), (100, 300, 3)
-MIDDLE = [(150, 500, 2), (300, 100, 3), (500, 50, 3)]
+MANY, MANY_SHORT, SOME, FEW = (5000, 300, 2), (20_000, 100, 3), (300, 256, 2), (150, 300, 3)
+MIDDLE = [(150, 500, 2), (600, 100, 3), (900, 50, 3), (1, 1, 1)]
 ONE, WIDE, BROAD = (1, 1000, 1), (1, 1000, 9), (40, 1000, 64)
 TINY = [(100_000, N, 2) for N in (1, 5, 9, 17, 33, 65)]
 OUTPUTS = soft_dtw_plan.SERIES, soft_dtw_plan.ALIGNMENT, soft_dtw_plan.ENTROPY
@@ -259,10 +271,10 @@ def soft_dtw_variants(
                     B, N, 300, features, B, B, dtype, cost, hard, 300, 0
                 )
                 plan = soft_dtw_plan.plan(problem, OUTPUTS[0], True, LIMITS)
-                yield from zip(SOFT_DTW[:2], (plan.series, plan.sweep), strict=True)
+                yield from zip(SOFT_DTW[:2], (plan.series, plan.forward_sweep), strict=True)
                 for output in outputs:
                     plan = soft_dtw_plan.plan(problem, output, True, LIMITS)
-                    yield SOFT_DTW[2], (*plan.sweep, ("OUTPUT", output))
+                    yield SOFT_DTW[2], plan.backward_sweep
 
 
 def conv_variants(dtypes, widths, orders, channels=(64,)):
@@ -345,13 +357,18 @@ SPILLS = [  # function, macros
     ),
     (
         "soft_dtw_backward",
+        {"HELPERS": 3},
+        Spill(128, "what a sweep and its helpers each hold, over the 255 registers that there are"),
+    ),
+    (
+        "soft_dtw_backward",
         {"ROWS": 8},
         Spill(512, "a block, its costs and three weights a cell are 160 floats"),
     ),
     (
         "soft_dtw_backward",
-        {"HELPERS": 8},
-        Spill(512, "nine warps have 168 registers each, and add up four features at a time"),
+        {"HELPERS": 7},
+        Spill(256, "what a sweep and its helpers each hold, over the 255 registers that there are"),
     ),
 ]
 PROPERTIES = re.compile(r"Function properties for (\w+)\s[^:]*?(\d+) bytes spill stores")

@@ -17,7 +17,7 @@ from cuseq.ops.soft_dtw_plan import (
 from cuseq.runtime import kernels
 from cuseq.runtime.kernels import DeviceLimits
 
-H200 = DeviceLimits(multiprocessors=132)
+H200 = DeviceLimits(multiprocessors=132, shared=227 * 1024)
 LENGTHS = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 2051, 100_000]
 
 
@@ -32,7 +32,7 @@ def dtw_problem(
 def dtw_plan(*sizes, output=SERIES, keep=True, **options):
     """The plan of a soft-DTW, and the macros of its sweep by name."""
     how = plan(dtw_problem(*sizes, **options), output, keep, H200)
-    return how, dict(how.sweep)
+    return how, dict(how.backward_sweep)
 
 
 @pytest.mark.parametrize(
@@ -61,15 +61,15 @@ def test_many_pairs_get_narrow_groups_of_lanes(N, lanes):
     "B, N, D, rows, helpers",
     [
         (1, 1000, 1, 4, 3),  # hardly any pairs
-        (60, 300, 2, 8, 0),
-        (60, 300, 2, 8, 0),
-        (60, 300, 3, 4, 0),  # registers for 4 rows
-        (200, 100, 2, 4, 0),  # a short series
-        (60, 300, 4, 4, 0),
-        (60, 300, 5, 4, 3),
-        (60, 300, 16, 4, 3),
-        (60, 300, 17, 4, 8),
-        (60, 300, 500, 4, 8),
+        (110, 300, 2, 4, 3),
+        (120, 300, 2, 8, 0),
+        (120, 300, 3, 4, 0),  # registers for 4 rows
+        (400, 100, 2, 4, 0),  # a short series
+        (120, 300, 4, 4, 0),
+        (120, 300, 5, 4, 3),
+        (120, 300, 16, 4, 3),
+        (120, 300, 17, 4, 7),
+        (120, 300, 500, 4, 7),
         (5000, 300, 9, 4, 3),
         (60, 300, 0, 4, 3),
     ],
@@ -85,18 +85,26 @@ def test_rows_of_a_lane_and_helpers_of_a_sweep(B, N, D, rows, helpers):
 @pytest.mark.parametrize("cost", METRICS)
 @pytest.mark.parametrize("output", [SERIES, ALIGNMENT, ENTROPY])
 @pytest.mark.parametrize("B", [1, 60, 300, 100_000])
-def test_static_shared_memory_suffices(dtype, cost, output, B):
+@pytest.mark.parametrize("shared", [64 * 1024, 99 * 1024, 227 * 1024])
+def test_shared_memory_of_a_sweep(dtype, cost, output, B, shared):
     """For the weights of a chunk, or of two with helpers, and for the letters about it."""
+    limits = H200._replace(shared=shared)
     for N in (1, 7, 30, 60, 100, 500):
-        for D in [0] if cost == GIVEN else [1, 2, 3, 4, 5, 17]:
-            _, macros = dtw_plan(B, N, 50, D, dtype, cost, output=output)
+        for D in [0] if cost == GIVEN else [1, 2, 3, 4, 5, 16, 17, 100]:
+            how = plan(dtw_problem(B, N, 50, D, dtype, cost), output, True, limits)
+            macros = dict(how.backward_sweep)
             rows, steps, helpers = macros["ROWS"], macros["STEPS"], macros["HELPERS"]
             planes = 4 if output == ENTROPY or cost == "euclidean" else 3
             chunks = 2 if helpers else 1
-            boxes = 1 + max(helpers, 1) * (macros["FEATURES"] or 4)
-            pairs = 32 // macros["LANES"] if macros["MAIL"] else 1
+            boxes = 1 + max(helpers, 1) * macros["GROUP"]
+            pairs = 32 // macros["LANES"] if macros["MAIL"] or helpers else 1
             numbers = steps * 4 * (chunks * planes * rows * 32 + boxes * pairs)
-            assert steps >= 1 and numbers * (8 if dtype == "float64" else 4) <= 48 * 1024
+            size = 8 if dtype == "float64" else 4
+            assert steps >= 1 and how.backward_shared == numbers * size + 16 <= shared
+            prepared = 2 * steps * rows * 4 * 32 * size if helpers else 0
+            assert how.forward_shared == prepared
+            assert helpers != 3 or how.backward_shared <= 11 * 1024 * size  # beside others
+            assert helpers or how.backward_shared <= 26 * 1024
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -170,7 +178,7 @@ def test_a_band_keeps_what_is_inside(B):
     one, two = (dtw_plan(B, N, N, width=20)[0] for N in (4096, 8192))
     assert of_table(two) <= 2.01 * of_table(one)
     assert of_table(one) < of_table(dtw_plan(B, 4096, 4096)[0]) / 10
-    assert one.chunks * dict(one.sweep)["STEPS"] < 100
+    assert one.chunks * dict(one.backward_sweep)["STEPS"] < 100
 
 
 def blocks_of(N, M, radius, row, rows):
@@ -287,9 +295,9 @@ def test_a_new_length_compiles_nothing_new():
     """Sizes are no macros, but for a count of warps or lanes."""
     plans = [dtw_plan(9, N, M)[0] for N, M in zip(LENGTHS, reversed(LENGTHS), strict=True)]
     assert len({how.series for how in plans}) == 1
-    assert len({how.sweep for how in plans}) <= 10  # by lanes, stripes, rows, helpers
+    assert len({how.backward_sweep for how in plans}) <= 10  # by lanes, stripes, rows, helpers
     longer = [dtw_plan(9, N, N)[0] for N in range(8000, 9000, 7)]
-    assert len({how.sweep for how in longer}) == 1
+    assert len({how.backward_sweep for how in longer}) == 1
     assert len({conv_plan(2, 40, L)[0].macros for L in LENGTHS}) == 1
 
 

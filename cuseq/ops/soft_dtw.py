@@ -298,9 +298,7 @@ def _integers(name, value, B, limits, first, operator):
     least, most = limits
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
         checks.within(name, value, value, least, most)
-        if name == "bandwidth":
-            return Numbers(int(value))
-        value = [int(value)] * B
+        return Numbers(int(value))
     each, on_host = arrays.index_array(name, value, first, operator)
     checks.per_sample(name, each, B)
     if on_host is not None and on_host.size:

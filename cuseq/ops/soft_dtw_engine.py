@@ -32,7 +32,7 @@ SLOPE_FACTORS = {"sqeuclidean": 4.0, "euclidean": 1.0, "cityblock": 1.0, "cosine
 class Numbers(NamedTuple):
     """An option: one number for all samples, or an array (B,) or () on the call's device."""
 
-    one: float
+    one: int | float
     each: Array | None = None
 
     def host(self, B, dtype):
@@ -42,11 +42,12 @@ class Numbers(NamedTuple):
 
     @property
     def args(self):
-        """Pointer, stride and kind, as the kernels take an option."""
+        """Pointer, stride and kind of the array, and the one number, as the kernels take them."""
+        one = np.float64(self.one) if isinstance(self.one, float) else self.one
         if self.each is None:
-            return 0, 0, 0
+            return 0, 0, 0, one
         stride = self.each.strides[0] if len(self.each.shape) and self.each.shape[0] > 1 else 0
-        return self.each.pointer, stride, NUMBER_KINDS[self.each.dtype]
+        return self.each.pointer, stride, NUMBER_KINDS[self.each.dtype], one
 
 
 class Call(NamedTuple):
@@ -126,7 +127,10 @@ def forward(call, output=VALUES):
                 *(memory["lanes"] if keep else 0, how.chunks),
                 *(memory["first_of_a"], memory["first_of_b"], values.pointer),
             )
-            launch(FORWARD, "soft_dtw_forward", how.sweep, how.grid, how.block, args)
+            launch(
+                *(FORWARD, "soft_dtw_forward", how.forward_sweep),
+                *(how.grid, how.block, args, how.forward_shared),
+            )
     return values, memory.array if keep else None
 
 
@@ -159,8 +163,10 @@ def backward(call, grad_values, values, kept, output):
                 *(scratch["in_flight"], results[0].pointer, problem.N, problem.M),
                 scratch["entropies"],
             )
-            macros = (*how.sweep, ("OUTPUT", output))
-            launch(BACKWARD, "soft_dtw_backward", macros, how.grid, how.block, args)
+            launch(
+                *(BACKWARD, "soft_dtw_backward", how.backward_sweep),
+                *(how.grid, how.block, args, how.backward_shared),
+            )
         _finish(launch, call, how, memory, scratch, values, results, output)
     return results
 
@@ -206,13 +212,12 @@ def _prepare(launch, call, how, memory):
     """Check the options on the device, pack the series, clear the mail."""
     problem = call.problem
     words = (memory["lanes"] - memory["mail"]) // 8
-    bandwidth = call.bandwidth or Numbers(-1)
     args = (
         *(problem.B, problem.N, problem.M, problem.D),
-        *(*call.gamma.args, np.float64(call.gamma.one)),
-        *(*bandwidth.args, bandwidth.one),
-        *(call.lengths_a or Numbers(0)).args,
-        *(call.lengths_b or Numbers(0)).args,
+        *call.gamma.args,
+        *(call.bandwidth or Numbers(-1)).args,
+        *(call.lengths_a or Numbers(problem.N)).args,
+        *(call.lengths_b or Numbers(problem.M)).args,
         *_series_args(call),
         *(how.padded_a, memory["packed_a"], memory["first_of_a"]),
         *(how.padded_b, memory["packed_b"], memory["first_of_b"]),

@@ -5,15 +5,18 @@ from typing import NamedTuple
 
 from cuseq.runtime.kernels import C_TYPES
 
+FLAGS = 16  # bytes of them in the shared memory of a backward
 COLUMNS = 4  # of the block of cells that a lane does in a step
 WARP = TILE = 32
-FEW_HELPERS, MANY_HELPERS = 3, 8  # warps beside the one that sweeps
+FEW_HELPERS, MANY_HELPERS = 3, 7  # warps beside the one that sweeps
 FEATURES_FOR_MANY = 17
+FEATURES_AT_A_TIME = 5  # whose sums of gradients a helper has in registers; in float64 half of them
 FEATURES_HELD = 4  # so many and fewer are held in registers, and need no helpers
 FEATURES_FOR_8_ROWS = 2  # of a lane, for which registers suffice in float32
 WARPS_TO_FILL = 12  # a multiprocessor with sweeps
-SHARED = 24 * 1024  # bytes of a chunk's weights, and SHARED_WITH_HELPERS where there are two chunks
-SHARED_WITH_HELPERS = 18 * 1024
+WARPS_FOR_HELPERS = 2  # a multiprocessor has so few sweeps that helpers hasten them
+SHARED = 26 * 1024  # bytes for a sweep without helpers, so that many run at a time
+NUMBERS_WITH_FEW_HELPERS = 11 * 1024  # in shared memory; with many helpers it is all there is
 
 VALUES, SERIES, ALIGNMENT, ENTROPY = range(4)  # what a call is for, as OUTPUT of the kernels
 GIVEN = "given"  # the cost of a call with a cost matrix
@@ -45,11 +48,14 @@ class Plan(NamedTuple):
     """How the kernels run a problem."""
 
     series: tuple  # macros of SERIES_FILE
-    sweep: tuple  # macros of FORWARD; BACKWARD has OUTPUT besides
+    forward_sweep: tuple  # macros of FORWARD
+    backward_sweep: tuple  # of BACKWARD
     stripes: int  # of a pair's rows
     groups: int  # of pairs, each as many as a warp takes
     grid: int  # blocks of threads of a sweep, stripe by stripe
     block: int  # threads of one
+    forward_shared: int  # bytes of its shared memory
+    backward_shared: int
     blocks: int  # of columns, in a row of the table
     mail_blocks: int  # that a stripe sends to the next one
     chunks: int  # of steps, in a stripe
@@ -73,7 +79,7 @@ def plan(problem, output, keep, limits):
     size = 8 if problem.real == "float64" else 4
     warps = B * N / (WARP * 4)  # that sweep, at 4 rows a lane
     full = warps > limits.multiprocessors * WARPS_TO_FILL
-    if 0 < D <= FEATURES_HELD and warps > limits.multiprocessors:
+    if 0 < D <= FEATURES_HELD and warps > limits.multiprocessors * WARPS_FOR_HELPERS:
         helpers = 0
     else:
         helpers = MANY_HELPERS if D >= FEATURES_FOR_MANY else FEW_HELPERS
@@ -82,37 +88,50 @@ def plan(problem, output, keep, limits):
     while lanes > 1 and lanes * rows // 2 >= N:
         lanes //= 2
     stripes, groups = -(-N // (lanes * rows)), -(-B * lanes // WARP)
-    planes = 4 if output == ENTROPY or cost == "euclidean" else 3  # of weights, in shared memory
-    shared = SHARED_WITH_HELPERS if helpers else SHARED
-    steps = max(shared // (rows * COLUMNS * WARP * planes * size), 1)
+    group = D
+    if helpers:
+        group = max(min(-(-D // helpers), FEATURES_AT_A_TIME * 4 // size), 1)
+    # Shared memory, for each step of a chunk: numbers of the cells, and letters about columns.
+    plane = rows * COLUMNS * WARP * size
+    planes = (4 if output == ENTROPY or cost == "euclidean" else 3) * (2 if helpers else 1)
+    letters = (1 + max(helpers, 1) * group) * (WARP // lanes if stripes > 1 or helpers else 1)
+    step = plane * planes + letters * COLUMNS * size
+    room = {0: SHARED, FEW_HELPERS: NUMBERS_WITH_FEW_HELPERS * size}.get(helpers, limits.shared)
+    steps = max((min(room, limits.shared) - FLAGS) // step, 1)
+    if helpers:
+        steps = min(steps, helpers)  # each prepares the costs of one
     blocks = -(-M // COLUMNS)
     mail_blocks = min(blocks, (rows - 1 + width) // COLUMNS + 2) if keep else blocks
     visited = min(blocks, (lanes * rows - 1 + width) // COLUMNS + 2)
     chunks = -(-(visited + lanes) // steps)
     padded_a, padded_b = -(-N // rows) * rows, blocks * COLUMNS
     words = size // 4  # of mail, 8 bytes each, for a number
+    sweep = (
+        ("REAL", C_TYPES[problem.real]),
+        ("COST", METRICS[cost]),
+        ("C_T", C_TYPES[dtype if cost == GIVEN else problem.real]),
+        ("FEATURES", 0 if helpers else D),
+        ("ROWS", rows),
+        ("LANES", lanes),
+        ("HELPERS", helpers),
+        ("STEPS", steps),
+        ("MAIL", int(stripes > 1)),
+        ("HARD", int(hard)),
+    )
     return Plan(
         series=(
             ("X_T", C_TYPES[dtype]),
             ("REAL", C_TYPES[problem.real]),
             ("COSINE", int(cost == "cosine")),
         ),
-        sweep=(
-            ("REAL", C_TYPES[problem.real]),
-            ("COST", METRICS[cost]),
-            ("C_T", C_TYPES[dtype if cost == GIVEN else problem.real]),
-            ("FEATURES", 0 if helpers else D),
-            ("ROWS", rows),
-            ("LANES", lanes),
-            ("HELPERS", helpers),
-            ("STEPS", steps),
-            ("MAIL", int(stripes > 1)),
-            ("HARD", int(hard)),
-        ),
+        forward_sweep=sweep,
+        backward_sweep=(*sweep, ("OUTPUT", output), ("GROUP", max(group, 1))),
         stripes=stripes,
         groups=groups,
         grid=stripes * groups,
         block=WARP * (1 + helpers),
+        forward_shared=2 * steps * plane if helpers else 0,
+        backward_shared=steps * step + FLAGS,
         blocks=blocks,
         mail_blocks=mail_blocks,
         chunks=chunks,
@@ -135,7 +154,7 @@ def plan(problem, output, keep, limits):
             "sums_b": B * D * blocks * -(-COLUMNS * words // 2) * 16 if output == SERIES else 0,
             "sums_a": B * D * padded_a * size if output == SERIES else 0,
             "in_flight": stripes * groups * D * WARP * COLUMNS * size
-            if output == SERIES and helpers
+            if output == SERIES and D > helpers * group
             else 0,
             "entropies": stripes * B * size if output == ENTROPY else 0,
         },

@@ -24,6 +24,7 @@ C_TYPES = {
     "int32": "int",
 }
 MOST_BLOCKS = 2**31 - 1  # of a grid along x
+SHARED_BY_DEFAULT = 48 * 1024  # bytes; a kernel has to be told of more
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"\s*$')
 _in_flight = deque()  # (event, owners) of launches on memory that no stream-ordered pool guards
 _in_flight_lock = threading.Lock()
@@ -33,6 +34,7 @@ class DeviceLimits(NamedTuple):
     """What a plan may know of a device."""
 
     multiprocessors: int
+    shared: int  # bytes of shared memory that a block of threads may have
 
 
 @cache
@@ -64,25 +66,25 @@ def options(macros):
 @cache
 def device_limits(device):
     """Read off a CUDA device once."""
-    cupy = _cupy()
-    return DeviceLimits(cupy.cuda.Device(device).attributes["MultiProcessorCount"])
+    read = _cupy().cuda.Device(device).attributes
+    return DeviceLimits(read["MultiProcessorCount"], read["MaxSharedMemoryPerBlockOptin"])
 
 
-def launch(device, stream, file, function, macros, grid, block, args):
+def launch(device, stream, file, function, macros, grid, block, args, shared=0):
     """Launch `function` of kernels/`file` on a stream (its address) of a device.
 
     `grid` and `block` are numbers of blocks and threads. `args` are as CuPy takes them: an int is
-    8 bytes (a pointer or a long long), a NumPy scalar is passed by its own size. Compiles at the
-    first launch of a variant on a device.
+    8 bytes (a pointer or a long long), a NumPy scalar is passed by its own size. `shared` is the
+    size of DYNAMIC_SHARED in bytes. Compiles at the first launch of a variant on a device.
     """
     if grid > MOST_BLOCKS:
         raise ValueError(
             sentence(function, f"work for up to {MOST_BLOCKS} blocks", grid, "split the batch")
         )
     cupy = _cupy()
-    kernel = _kernel(file, function, macros)
+    kernel = _kernel(file, function, macros, shared)
     with cupy.cuda.Device(device):
-        kernel((grid,), (block,), args, stream=_Stream(stream))
+        kernel((grid,), (block,), args, shared_mem=shared, stream=_Stream(stream))
 
 
 def order_after(stream, other, device):
@@ -127,8 +129,11 @@ def _cupy():
 
 
 @cache
-def _kernel(file, function, macros):
-    return _module(file, macros).get_function(function)
+def _kernel(file, function, macros, shared):
+    kernel = _module(file, macros).get_function(function)
+    if shared > SHARED_BY_DEFAULT:
+        kernel.max_dynamic_shared_size_bytes = shared
+    return kernel
 
 
 @cache

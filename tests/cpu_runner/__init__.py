@@ -57,14 +57,14 @@ def shuffled(new_seed):
 class CpuKernel:
     """The `extern "C" __global__` function `function` of kernels/`file` (or of a file elsewhere).
 
-    `macros` is a tuple of (name, value) pairs. Calling it with grid, block and args (as CuPy takes
-    them) runs it to the end; `seed` is by default that of the module. Raises RuntimeError where
+    `macros` is a tuple of (name, value) pairs, `shared` the bytes of its DYNAMIC_SHARED. Calling it
+    with grid, block and args (as CuPy takes them) runs it to the end; `seed` is by default that of the module. Raises RuntimeError where
     threads wait for each other for ever, TypeError or ValueError where an argument cannot be meant.
     """
 
-    def __init__(self, file, function, macros=()):
+    def __init__(self, file, function, macros=(), shared=0):
         self.function = function
-        library = _load(KERNELS / file, function, tuple(macros))
+        library = _load(KERNELS / file, function, tuple(macros), shared)
         self._in_order = "__nanosleep" in _text(KERNELS / file)
         self._launch = library.launch
         self._launch.restype = ctypes.c_char_p
@@ -91,9 +91,9 @@ class CpuKernel:
             raise RuntimeError(f"{self.function}: {failure.decode()}")
 
 
-def launch(device, stream, file, function, macros, grid, block, args):
+def launch(device, stream, file, function, macros, grid, block, args, shared=0):
     """Takes the place of `cuseq.runtime.kernels.launch`: runs on host memory, at once."""
-    _kernel(file, function, macros)((grid,), (block,), args)
+    _kernel(file, function, macros, shared)((grid,), (block,), args)
 
 
 def sanitized_environment():
@@ -151,12 +151,13 @@ def _text(path):
 
 
 @cache
-def _load(path, function, macros):
+def _load(path, function, macros, shared):
     _fibers()
     # The macros come after our own headers, which use such names as T themselves. The nameless
     # namespace keeps shared memory to its library: in inline functions and templates it would
     # otherwise have no redzone, and be that of another variant of the kernel.
-    lines = ['#include "cuda_on_cpu.h"', '#include "small_float.h"']
+    lines = [f"#define SHARED_BYTES {shared}"]
+    lines += ['#include "cuda_on_cpu.h"', '#include "small_float.h"']
     lines += [f"#define {name} {value}" for name, value in macros]
     lines += ["namespace {", f'#include "{path.name}"', "}", f"CUDA_ON_CPU_ENTRY({function})"]
     headers = [*HERE.glob("*.h"), *HERE.glob("include/*.h"), *path.parent.glob("*.cuh")]

@@ -1,11 +1,12 @@
 #pragma once
 // What a .cu file needs to be compiled by g++ and run on the CPU: the words of CUDA C++, its vector
 // types, the functions of one thread, and those of threads together (their other side is in
-// fibers.cpp). It has no asm, no float atomics, no dynamic shared memory: the kernels use none.
+// fibers.cpp). It has no asm and no float atomics: the kernels use none.
 //
 // __shared__ becomes a static variable, so that AddressSanitizer puts redzones around it, and
 // fibers.cpp fills the library's .bss with 0xFF (NaN) before each block. A variable outside of a
-// function that has no initial value would be filled as well: kernels have none.
+// function that has no initial value would be filled as well: kernels have none. DYNAMIC_SHARED is as
+// large as the launch says, which the library is compiled for.
 
 #include <math.h>
 
@@ -20,6 +21,7 @@
 #define __constant__
 #define __grid_constant__
 #define __shared__ static __attribute__((used))
+#define DYNAMIC_SHARED(T, name) __shared__ T name[SHARED_BYTES / sizeof(T)]
 #define __align__(n) __attribute__((aligned(n)))
 #define __forceinline__ inline __attribute__((always_inline))
 #define __noinline__ __attribute__((noinline))

@@ -16,7 +16,7 @@ from cuseq.runtime import arrays, kernels
 from tests import cpu_runner, samples
 
 normal = partial(samples.normal, dtype="float32")
-LIMITS = kernels.DeviceLimits(multiprocessors=2)
+LIMITS = kernels.DeviceLimits(multiprocessors=2, shared=227 * 1024)
 
 
 class DeviceArray(np.ndarray):

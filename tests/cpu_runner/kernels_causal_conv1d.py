@@ -8,9 +8,9 @@ import pytest
 
 import cuseq
 from cuseq.ops import causal_conv1d
-from cuseq.runtime.kernels import DeviceLimits
 from tests.cpu_runner import shuffled
 from tests.cpu_runner.device import (
+    LIMITS,
     installed,
     normal,
     on_device,
@@ -21,8 +21,8 @@ from tests.cpu_runner.device import (
 from tests.oracles import causal_conv1d as oracle
 from tests.tolerances import assert_close
 
-FILLED = DeviceLimits(multiprocessors=0)  # each row is one segment
-MANY = DeviceLimits(multiprocessors=100)  # the shortest segments there are
+FILLED = LIMITS._replace(multiprocessors=0)  # each row is one segment
+MANY = LIMITS._replace(multiprocessors=100)  # the shortest segments there are
 
 
 def arguments(B, D, L, W, S=None, dtypes=("float32",) * 4, bias=True):

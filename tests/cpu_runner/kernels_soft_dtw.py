@@ -20,10 +20,10 @@ from cuseq.ops import soft_dtw_engine as engine
 from cuseq.ops import soft_dtw_from_cost as from_cost
 from cuseq.ops.soft_dtw_plan import ALIGNMENT, ENTROPY, GIVEN, SERIES, Problem, plan
 from cuseq.runtime import kernels
-from cuseq.runtime.kernels import DeviceLimits
 from tests import cpu_runner
 from tests.cpu_runner import SANITIZED, shuffled
 from tests.cpu_runner.device import (
+    LIMITS,
     OnDevice,
     installed,
     normal,
@@ -38,7 +38,7 @@ from tests.tolerances import assert_close
 
 # Devices for which the plan chooses groups of up to 8 lanes, and helpers where there are more than
 # four features; or groups of up to 32 lanes and helpers always.
-NARROW, HELPED = DeviceLimits(multiprocessors=0), DeviceLimits(multiprocessors=10**6)
+NARROW, HELPED = LIMITS._replace(multiprocessors=0), LIMITS._replace(multiprocessors=10**6)
 OPTIONS = {"gamma": 1.0, "bandwidth": None, "lengths_a": None, "lengths_b": None}
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 series_or_costs = pytest.mark.parametrize("given", ["series", "costs"])
@@ -46,7 +46,7 @@ series_or_costs = pytest.mark.parametrize("given", ["series", "costs"])
 
 def wide(B, N):
     """A device for groups of up to 32 lanes, with helpers for more than four features."""
-    return DeviceLimits(multiprocessors=B * N / 1000)
+    return LIMITS._replace(multiprocessors=B * N / 1000)
 
 
 # ---- what the functions return, by name, in each way that leads to it
@@ -247,7 +247,7 @@ class Shape(NamedTuple):
             yield args, plan(*args)
 
 
-# Three helpers take 12 features at a time, eight 32: some series have more.
+# Three helpers take 15 features at a time, seven 35: some series have more.
 SHAPES = [
     Shape(NARROW, 4, 8, 0, 2, "sqeuclidean", ((5, 70, 20), (1, 33, 1), (4, 64, 7), (2, 97, 33))),
     Shape(HELPED, 4, 32, 3, 5, "sqeuclidean", ((2, 257, 9), (1, 129, 1), (1, 160, 70))),
@@ -255,17 +255,17 @@ SHAPES = [
     Shape(NARROW, 4, 2, 0, 3, "euclidean", ((17, 7, 9), (16, 8, 5), (1, 5, 70))),
     Shape(NARROW, 4, 4, 0, 4, "cityblock", ((9, 13, 6), (8, 16, 1), (3, 9, 18))),
     Shape(NARROW, 4, 8, 3, 16, "euclidean", ((5, 66, 20), (1, 40, 3))),
-    Shape(NARROW, 4, 8, 8, 36, "cityblock", ((3, 40, 9), (1, 65, 1))),
+    Shape(NARROW, 4, 8, 7, 36, "cityblock", ((3, 40, 9), (1, 65, 1))),
     Shape(NARROW, 8, 8, 0, 2, "sqeuclidean", ((5, 133, 20), (1, 128, 1), (2, 200, 9))),
     Shape(wide, 8, 16, 0, 1, "euclidean", ((3, 128, 9),)),
     Shape(wide, 4, 32, 0, 3, "sqeuclidean", ((2, 140, 20), (1, 257, 6))),
     Shape(wide, 8, 32, 0, 2, "cityblock", ((2, 257, 9), (1, 300, 2))),
     Shape(HELPED, 4, 1, 3, 2, "cityblock", ((33, 4, 6), (1, 1, 1), (2, 1, 9))),
-    Shape(HELPED, 4, 2, 8, 17, "sqeuclidean", ((17, 5, 9), (1, 8, 2))),
+    Shape(HELPED, 4, 2, 7, 17, "sqeuclidean", ((17, 5, 9), (1, 8, 2))),
     Shape(HELPED, 4, 4, 3, 9, "euclidean", ((9, 16, 5), (1, 9, 33))),
-    Shape(HELPED, 4, 8, 8, 20, "euclidean", ((5, 17, 5), (4, 32, 4), (3, 31, 9))),
+    Shape(HELPED, 4, 8, 7, 20, "euclidean", ((5, 17, 5), (4, 32, 4), (3, 31, 9))),
     Shape(HELPED, 4, 16, 3, 2, "sqeuclidean", ((3, 64, 9), (1, 34, 1))),
-    Shape(HELPED, 4, 32, 8, 37, "sqeuclidean", ((2, 130, 9), (1, 256, 5))),
+    Shape(HELPED, 4, 32, 7, 37, "sqeuclidean", ((2, 130, 9), (1, 256, 5))),
 ]
 OF_DTYPES = [("float32", shape) for shape in SHAPES] + [("float64", shape) for shape in SHAPES[:2]]
 # limits, B, N, M, D for every output and option: groups of 8 and of 32 lanes, lanes of 4 and of 8
@@ -289,10 +289,10 @@ def compiled_two_at_a_time():
         wanted.append((problem, ALIGNMENT, True, limits))
     variants = []
     for args in wanted:
-        macros = plan(*args).sweep
-        variants.append((engine.FORWARD, "soft_dtw_forward", macros))
-        of_output = *macros, ("OUTPUT", args[1])
-        variants.append((engine.BACKWARD, "soft_dtw_backward", of_output))
+        how = plan(*args)
+        forward, backward = how.forward_sweep, how.backward_sweep
+        variants.append((engine.FORWARD, "soft_dtw_forward", forward, how.forward_shared))
+        variants.append((engine.BACKWARD, "soft_dtw_backward", backward, how.backward_shared))
     cpu_runner._fibers()
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda variant: cpu_runner._kernel(*variant), dict.fromkeys(variants)))
@@ -309,7 +309,7 @@ def test_shapes_of_plans(compiled_two_at_a_time, dtype, shape):
             check(a, b, limits=args[-1], seeds=(0, 1, 2), **options)
         assert planned.call_args.args == args
         wanted = {"ROWS": shape.rows, "LANES": shape.lanes, "HELPERS": shape.helpers}
-        assert dict(how.sweep) | wanted == dict(how.sweep)
+        assert dict(how.forward_sweep) | wanted == dict(how.forward_sweep)
         assert how.stripes == -(-N // (shape.rows * shape.lanes))
         assert how.groups == -(-B * shape.lanes // 32)
 
@@ -354,6 +354,32 @@ def test_cosine(dtype, shape):
     a = normal(B, N, D, dtype=dtype, scale=1000.0)
     b = normal(B, M, D, seed=1, dtype=dtype, scale=1e-3)
     check(a, b, limits=shape.limits, cost="cosine", gamma=0.5)
+
+
+@pytest.mark.parametrize(
+    "limits, B, N, M, D, cost",
+    [
+        (NARROW, 5, 70, 120, 2, "sqeuclidean"),
+        (NARROW, 5, 131, 90, 2, "sqeuclidean"),
+        (HELPED, 3, 133, 120, 5, "sqeuclidean"),
+        (NARROW, 3, 40, 150, 36, "cityblock"),
+    ],
+)
+def test_chunks_into_which_no_gradient_flows(limits, B, N, M, D, cost):
+    """Sharp paths, along the edges too; of pairs that share a warp, and of some that take no part."""
+    a, b = normal(B, N, D), normal(B, M, D, seed=1)
+    a[1, : N - 3] = b[1, :1] + 0.3 * a[1, : N - 3]  # down the first column, along the last rows
+    b[0, : M - 3] = a[0, :1] + 0.3 * b[0, : M - 3]  # along the first row
+    outer = normal(B, seed=2)
+    outer[2] = 0
+    options = {"limits": limits, "cost": cost, "gamma": 1e-3}
+    check(a, b, ways=[gradients], grad_values=outer, **options)
+    clean = check(a, b, ways=[alignments, gamma_gradients], **options)
+    assert (clean["alignment"] != 0).mean() < 0.1
+    a[2, 5] = math.nan
+    spoilt = run(a, b, ways=[alignments, gamma_gradients], **options)
+    assert_others_are_the_same(spoilt, clean, pair=2)
+    assert all(np.isnan(x[2]).all() for x in spoilt.values())
 
 
 def test_a_zero_vector_has_no_cosine():
