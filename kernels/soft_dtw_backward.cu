@@ -195,7 +195,7 @@ soft_dtw_backward(Index B, Index groups, Index stripes, const Pair* pairs /* [B]
         bool dry_before = dry;
         Inboxes flows, columns[GROUP];
         if (HELPERS > 0) __syncthreads();
-        if (sweeps && chunk >= 0) {
+        if (sweeps && chunk >= 0) {  // does any E flow in?
             if (MAIL) {
                 flows.look(at, first_in, from_below, mail_back);
 #pragma unroll
@@ -225,7 +225,7 @@ soft_dtw_backward(Index B, Index groups, Index stripes, const Pair* pairs /* [B]
             continue;
         }
         if (chunk < 0) break;
-        if (dry) {
+        if (dry) {  // the others' letters go on
             if (chunk > 0) start(chunk - 1);
             if (MAIL)
 #pragma unroll

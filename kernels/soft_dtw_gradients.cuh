@@ -74,7 +74,7 @@ __device__ Span blocks_of_stripe(const Pair& pair, int stripe) {
 struct Gradients {  // where sums of gradients are kept, here those of the lane
     Real* a;         // [B, D, padded_a]
     Letter* b;       // [B, D, blocks]: mail, from stripe to stripe
-    Row* in_flight;  // [stripes * groups, D, 32], of many groups: sums of columns on their way from lane to lane
+    Row* in_flight;  // [stripes * groups, D, 32], of several rounds: sums of columns on their way from lane to lane
     Index padded_a, blocks;
     Span sent, received;  // blocks about which the stripe writes, and those about which the one below does
     __device__ Gradients(const Place& at, Index D, Index padded_a, Index blocks, Index task, Real* a, Letter* b,
@@ -174,10 +174,11 @@ __device__ __forceinline__ void add_gradients(const Source& source, const Place&
     bool groups = source.D > HELPERS * GROUP;
     for (Index first = (threadIdx.x / WARP - 1) * GROUP; first < source.D; first += HELPERS * GROUP) {
         if (MAIL) receive(at, gradients, source.D, first, first_step - (LANES - 1), boxes);
+        Source group = source.from(first);
         Features<GROUP> features;
         if (!dry) {
-            features.take_rows(source, at, first);
-            features.take_columns(source, at, first_step + STEPS - 1 - at.lane, first);
+            features.take_rows(group, at);
+            features.take_columns(group, at, first_step + STEPS - 1 - at.lane);
         }
         if (chunk == first_chunk) {
             sums = Sums{};
@@ -198,7 +199,7 @@ __device__ __forceinline__ void add_gradients(const Source& source, const Place&
                 flow.get(t, E);
                 sums.add(features, E);
             }
-            if (!dry) features.take_columns(source, at, block - 1, first);
+            if (!dry) features.take_columns(group, at, block - 1);
             __syncwarp();  // what came about this step has been read
             if (at.lane == 0)
 #pragma unroll

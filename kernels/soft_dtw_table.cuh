@@ -137,6 +137,14 @@ struct Source {  // of the costs
     Index stride_row, stride_column;
     int* spoilt;  // [B], here at the lane's pair: a NaN was seen in C
     Real scale;   // from the sum over features to the unit of R
+    // those features that come from `first` on, as the only ones
+    __device__ __forceinline__ Source from(Index first) const {
+        Source rest = *this;
+        rest.a += first * padded_a;
+        rest.b += first * padded_b;
+        rest.D -= first;
+        return rest;
+    }
     __device__ __forceinline__ Column rows(Index f) const { return *reinterpret_cast<const Column*>(a + f * padded_a); }
     __device__ __forceinline__ Row columns(Index f, int block) const {
         return *reinterpret_cast<const Row*>(b + f * padded_b + block * COLUMNS);
@@ -160,19 +168,18 @@ template <int count> struct Features {
     static constexpr int some = count > 0 ? count : 1;
     Column rows[some];
     Row columns[some];
-    // of the features first .. first + count - 1, as far as there are
-    __device__ __forceinline__ void take_rows(const Source& source, const Place& at, Index first = 0) {
+    // the first ones, as far as there are
+    __device__ __forceinline__ void take_rows(const Source& source, const Place& at) {
 #pragma unroll
         for (int f = 0; f < count; ++f) {
             rows[f] = Column{};
-            if (at.span.count > 0 && first + f < source.D) rows[f] = source.rows(first + f);
+            if (at.span.count > 0 && f < source.D) rows[f] = source.rows(f);
         }
     }
-    __device__ __forceinline__ void take_columns(const Source& source, const Place& at, int block, Index first = 0) {
+    __device__ __forceinline__ void take_columns(const Source& source, const Place& at, int block) {
 #pragma unroll
         for (int f = 0; f < count; ++f)
-            if (at.span.holds(block) && (count == FEATURES || first + f < source.D))
-                columns[f] = source.columns(first + f, block);
+            if (at.span.holds(block) && (count == FEATURES || f < source.D)) columns[f] = source.columns(f, block);
     }
 };
 typedef Features<FEATURES> Held;

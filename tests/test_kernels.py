@@ -253,8 +253,8 @@ OWN_DTYPES = [  # of x, weight, bias, state: each in each role
 
 # (B, N, D): many and few pairs, short and long, of few and many features
 MANY, MANY_SHORT, SOME, FEW = (5000, 300, 2), (20_000, 100, 3), (300, 256, 2), (150, 300, 3)
-MIDDLE = [(150, 500, 2), (600, 100, 3), (900, 50, 3), (1, 1, 1)]
-ONE, WIDE, BROAD = (1, 1000, 1), (1, 1000, 9), (40, 1000, 64)
+MIDDLE = [(150, 500, 2), (600, 100, 3), (900, 50, 3), (1, 1, 1), (1, 1, 500)]
+ONE, WIDE, DEEP, BROAD = (1, 1000, 1), (1, 1000, 9), (1, 1000, 16), (40, 1000, 64)
 TINY = [(100_000, N, 2) for N in (1, 5, 9, 17, 33, 65)]
 OUTPUTS = soft_dtw_plan.SERIES, soft_dtw_plan.ALIGNMENT, soft_dtw_plan.ENTROPY
 
@@ -302,7 +302,7 @@ def variants(arch):
             (B, N, D) for B in (1, 10**5) for N in (1, 5, 9, 17, 33, 100) for D in (9, 64)
         ]
         found += soft_dtw_variants([*MIDDLE, *TINY, *many_features], outputs=())
-        found += soft_dtw_variants([MANY, MANY_SHORT, SOME, FEW, ONE, BROAD, TINY[2]])
+        found += soft_dtw_variants([MANY, MANY_SHORT, SOME, FEW, ONE, BROAD, DEEP, TINY[2]])
         found += soft_dtw_variants([SOME, WIDE], costs=["euclidean", "cityblock"])
         found += soft_dtw_variants([SOME, WIDE], outputs=OUTPUTS)
         found += soft_dtw_variants([FEW, WIDE], hard=True)

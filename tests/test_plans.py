@@ -81,6 +81,20 @@ def test_rows_of_a_lane_and_helpers_of_a_sweep(B, N, D, rows, helpers):
     assert how.block == 32 * (1 + helpers)
 
 
+@pytest.mark.parametrize("dtype, most", [("float32", 6), ("float64", 3)])
+def test_features_that_a_warp_adds_up_at_a_time(dtype, most):
+    """All helpers have as many to do, in as few rounds as registers suffice for."""
+    for D in (*range(1, 100), 500):
+        how, macros = dtw_plan(1, 300, D=D, dtype=dtype)
+        at_a_time = macros["HELPERS"] * macros["GROUP"]
+        assert 1 <= macros["GROUP"] <= most
+        rounds = -(-D // at_a_time)
+        assert rounds == -(-D // (macros["HELPERS"] * most))
+        assert rounds * at_a_time - D < rounds * macros["HELPERS"]
+        assert (how.backward["in_flight"] > 0) == (rounds > 1)
+    assert dtw_plan(5000, 300, D=3)[1]["GROUP"] == 3
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("cost", METRICS)
 @pytest.mark.parametrize("output", [SERIES, ALIGNMENT, ENTROPY])

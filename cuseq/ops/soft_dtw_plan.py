@@ -10,7 +10,7 @@ COLUMNS = 4  # of the block of cells that a lane does in a step
 WARP = TILE = 32
 FEW_HELPERS, MANY_HELPERS = 3, 7  # warps beside the one that sweeps
 FEATURES_FOR_MANY = 17
-FEATURES_AT_A_TIME = 5  # whose sums of gradients a helper has in registers; in float64 half of them
+FEATURES_AT_A_TIME = 6  # whose sums of gradients a helper has in registers; in float64 half of them
 FEATURES_HELD = 4  # so many and fewer are held in registers, and need no helpers
 FEATURES_FOR_8_ROWS = 2  # of a lane, for which registers suffice in float32
 WARPS_TO_FILL = 12  # a multiprocessor with sweeps
@@ -88,13 +88,13 @@ def plan(problem, output, keep, limits):
     while lanes > 1 and lanes * rows // 2 >= N:
         lanes //= 2
     stripes, groups = -(-N // (lanes * rows)), -(-B * lanes // WARP)
-    group = D
-    if helpers:
-        group = max(min(-(-D // helpers), FEATURES_AT_A_TIME * 4 // size), 1)
+    shares = max(helpers, 1)
+    rounds = -(-D // (shares * FEATURES_AT_A_TIME * 4 // size)) if helpers else 1
+    group = max(-(-D // (shares * max(rounds, 1))), 1)
     # Shared memory, for each step of a chunk: numbers of the cells, and letters about columns.
     plane = rows * COLUMNS * WARP * size
     planes = (4 if output == ENTROPY or cost == "euclidean" else 3) * (2 if helpers else 1)
-    letters = (1 + max(helpers, 1) * group) * (WARP // lanes if stripes > 1 or helpers else 1)
+    letters = (1 + shares * group) * (WARP // lanes if stripes > 1 or helpers else 1)
     step = plane * planes + letters * COLUMNS * size
     room = {0: SHARED, FEW_HELPERS: NUMBERS_WITH_FEW_HELPERS * size}.get(helpers, limits.shared)
     steps = max((min(room, limits.shared) - FLAGS) // step, 1)
@@ -125,7 +125,7 @@ def plan(problem, output, keep, limits):
             ("COSINE", int(cost == "cosine")),
         ),
         forward_sweep=sweep,
-        backward_sweep=(*sweep, ("OUTPUT", output), ("GROUP", max(group, 1))),
+        backward_sweep=(*sweep, ("OUTPUT", output), ("GROUP", group)),
         stripes=stripes,
         groups=groups,
         grid=stripes * groups,

@@ -58,8 +58,9 @@ class CpuKernel:
     """The `extern "C" __global__` function `function` of kernels/`file` (or of a file elsewhere).
 
     `macros` is a tuple of (name, value) pairs, `shared` the bytes of its DYNAMIC_SHARED. Calling it
-    with grid, block and args (as CuPy takes them) runs it to the end; `seed` is by default that of the module. Raises RuntimeError where
-    threads wait for each other for ever, TypeError or ValueError where an argument cannot be meant.
+    with grid, block and args (as CuPy takes them) runs it to the end; `seed` is by default that of
+    the module. Raises RuntimeError where threads wait for each other for ever, TypeError or
+    ValueError where an argument cannot be meant.
     """
 
     def __init__(self, file, function, macros=(), shared=0):

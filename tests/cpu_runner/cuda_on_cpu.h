@@ -5,8 +5,8 @@
 //
 // __shared__ becomes a static variable, so that AddressSanitizer puts redzones around it, and
 // fibers.cpp fills the library's .bss with 0xFF (NaN) before each block. A variable outside of a
-// function that has no initial value would be filled as well: kernels have none. DYNAMIC_SHARED is as
-// large as the launch says, which the library is compiled for.
+// function that has no initial value would be filled as well: kernels have none. DYNAMIC_SHARED has
+// the size of the launch, for which the library is compiled.
 
 #include <math.h>
 
