@@ -252,7 +252,7 @@ OWN_DTYPES = [  # of x, weight, bias, state: each in each role
 
 
 # (B, N, D): many and few pairs, short and long, of few and many features
-MANY, MANY_SHORT, SOME, FEW = (5000, 300, 2), (20_000, 100, 3), (300, 256, 2), (150, 300, 3)
+MANY, MANY_SHORT, SOME, FEW = (5000, 300, 2), (20_000, 100, 3), (300, 256, 2), (250, 300, 3)
 MIDDLE = [(150, 500, 2), (600, 100, 3), (900, 50, 3), (1, 1, 1), (1, 1, 500)]
 ONE, WIDE, DEEP, BROAD = (1, 1000, 1), (1, 1000, 9), (1, 1000, 16), (40, 1000, 64)
 TINY = [(100_000, N, 2) for N in (1, 5, 9, 17, 33, 65)]

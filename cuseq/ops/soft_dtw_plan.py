@@ -14,7 +14,9 @@ FEATURES_AT_A_TIME = 6  # whose sums of gradients a helper has in registers; in 
 FEATURES_HELD = 4  # so many and fewer are held in registers, and need no helpers
 FEATURES_FOR_8_ROWS = 2  # of a lane, for which registers suffice in float32
 WARPS_TO_FILL = 12  # a multiprocessor with sweeps
-WARPS_FOR_HELPERS = 2  # a multiprocessor has so few sweeps that helpers hasten them
+# So few sweeps a multiprocessor has that helpers hasten them; long series are chains of sweeps that
+# wait for each other, which leaves more room.
+WARPS_FOR_HELPERS, WARPS_OF_LONG, LONG = 2, 4, 256
 SHARED = 26 * 1024  # bytes for a sweep without helpers, so that many run at a time
 NUMBERS_WITH_FEW_HELPERS = 11 * 1024  # in shared memory; with many helpers it is all there is
 
@@ -79,7 +81,8 @@ def plan(problem, output, keep, limits):
     size = 8 if problem.real == "float64" else 4
     warps = B * N / (WARP * 4)  # that sweep, at 4 rows a lane
     full = warps > limits.multiprocessors * WARPS_TO_FILL
-    if 0 < D <= FEATURES_HELD and warps > limits.multiprocessors * WARPS_FOR_HELPERS:
+    few = limits.multiprocessors * (WARPS_OF_LONG if N >= LONG else WARPS_FOR_HELPERS)
+    if 0 < D <= FEATURES_HELD and warps > few:
         helpers = 0
     else:
         helpers = MANY_HELPERS if D >= FEATURES_FOR_MANY else FEW_HELPERS
