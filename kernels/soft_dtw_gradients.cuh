@@ -10,7 +10,7 @@
 constexpr int LETTERS = (STEPS + LANES - 1) / LANES;  // of a chunk, that a lane takes for its stripe
 constexpr int BOXES = MAIL || HELPERS > 0 ? PAIRS : 1;
 
-struct Letterbox {  // of each pair: what came from the stripe below, or goes to the one above, about the steps of a chunk
+struct Letterbox {  // of each pair, about the steps of a chunk: what came from below, or goes to the stripe above
     Row at[STEPS][BOXES];
 };
 
