@@ -84,27 +84,9 @@ class Expected(NamedTuple):
 
 def by_oracle(*arrays, gamma=1.0, **options):
     """The answer for a (B or 1, N, D) and b (B or 1, M, D), or for given costs C (B, N, M)."""
-    if len(arrays) == 2:
-        values, *gradients = oracle.batch(*arrays, gamma, **options)
-        kind = options.pop("cost", "sqeuclidean")
-        costs = oracle.costs_of_pairs(*arrays, kind, **options)
-    else:
-        values, *gradients = oracle.batch_from_cost(*arrays, gamma, **options)
-        costs = oracle.used_costs(*arrays, **options)
-    B, (N, M) = len(costs), table(arrays)
-    gamma = np.broadcast_to(np.asarray(gamma, np.float64), B)
-    _, alignments = oracle.values_and_alignments(costs, gamma, None, arrays[0].dtype)
-    E, used, grad_gamma, likely = np.zeros((B, N, M)), np.zeros((B, N, M), bool), np.zeros(B), 0.0
-    for pair, radius in oracle.per_pair(arrays[0], arrays[-1], options.get("bandwidth")):
-        C, cells = costs[pair], (pair, *map(slice, costs[pair].shape))
-        used[cells] = oracle.inside(*C.shape, radius)
-        E[cells] = np.where(used[cells], alignments[pair], 0)
-        if not np.isinf(values[pair]):
-            grad_gamma[pair] = oracle.gamma_gradient(C, gamma[pair])
-        if gamma[pair] > 0:
-            exponents = np.abs(C[alignments[pair] > 1e-3]) / gamma[pair]
-            likely = max(likely, exponents.max(initial=0.0))
-    answer = values, tuple(gradients), E, grad_gamma, used
+    *answer, likely = oracle.answer(*arrays, gamma=gamma, **options)
+    values = answer[0]
+    gamma = np.broadcast_to(np.asarray(gamma, np.float64), len(values))
     return Expected(*answer, *size_of_values(values, gamma), likely)
 
 
@@ -125,11 +107,6 @@ def by_numpy(*arrays, gamma=1.0):
     answer = values, gradients, E, grad_gamma, np.ones(E.shape, bool)
     size = size_of_values(values, np.full(len(values), gamma))
     return Expected(*answer, *size, exponents.max(initial=0.0))
-
-
-def table(arrays):
-    """(N, M) of series a and b or of given costs."""
-    return (arrays[0].shape[1], arrays[1].shape[1]) if len(arrays) == 2 else arrays[0].shape[1:]
 
 
 def size_of_values(values, gamma):

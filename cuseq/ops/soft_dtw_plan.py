@@ -49,9 +49,9 @@ class Problem(NamedTuple):
 class Plan(NamedTuple):
     """How the kernels run a problem."""
 
-    series: tuple  # macros of SERIES_FILE
-    forward_sweep: tuple  # macros of FORWARD
-    backward_sweep: tuple  # of BACKWARD
+    series: tuple  # macros of soft_dtw_series.cu
+    forward_sweep: tuple  # of soft_dtw.cu
+    backward_sweep: tuple  # of soft_dtw_backward.cu
     stripes: int  # of a pair's rows
     groups: int  # of pairs, each as many as a warp takes
     grid: int  # blocks of threads of a sweep, stripe by stripe
@@ -74,8 +74,8 @@ def plan(problem, output, keep, limits):
 
     Where pairs fill the device, a group of 8 lanes takes each: it wastes least while a stripe
     starts and ends. Where they do not, wide groups are quicker, for a pair has fewer stripes that
-    wait for each other. Helpers prepare the costs of many features, and of few if there are hardly
-    any pairs. A lane takes 4 rows of each stripe; of long series 8, if its registers suffice.
+    wait for each other. Helpers prepare the costs of many features, and of few where there are few
+    sweeps. A lane takes 4 rows of each stripe; of long series 8, if its registers suffice.
     """
     B, N, M, D, batch_a, batch_b, dtype, cost, hard, width, _ = problem
     size = 8 if problem.real == "float64" else 4

@@ -165,31 +165,13 @@ class Expected(NamedTuple):
     likely: float  # the largest |cost| on likely paths, over gamma
 
 
-def expect(*arrays, gamma=1.0, grad_values=None, **options):
+def expect(*arrays, gamma=1.0, **options):
     """The oracle's answers."""
-    if len(arrays) == 2:
-        values, *found = oracle.batch(*arrays, gamma, grad_values, **options)
-        kind = options.pop("cost", "sqeuclidean")
-        costs = oracle.costs_of_pairs(*arrays, kind, **options)
-        shape = len(costs), arrays[0].shape[1], arrays[1].shape[1]
-        answers = {"grad_a": found[0], "grad_b": found[1]}
-    else:
-        values, found = oracle.batch_from_cost(*arrays, gamma, grad_values, **options)
-        costs = oracle.used_costs(*arrays, **options)
-        shape, answers = found.shape, {"grad_cost": found}
-    gamma = np.broadcast_to(np.asarray(gamma, np.float64), len(costs))
-    _, of_pairs = oracle.values_and_alignments(costs, gamma, None, arrays[0].dtype)
-    E, used, slopes, likely = np.zeros(shape), np.zeros(shape, bool), np.zeros(shape[0]), 0.0
-    for pair, radius in oracle.per_pair(costs, costs, options.get("bandwidth")):
-        C, cells = costs[pair], (pair, *map(slice, costs[pair].shape))
-        used[cells] = oracle.inside(*C.shape, radius)
-        E[cells] = np.where(used[cells], of_pairs[pair], 0)
-        if not np.isinf(values[pair]):
-            slopes[pair] = oracle.gamma_gradient(C, gamma[pair])
-        if gamma[pair] > 0:
-            on_paths = np.abs(C[of_pairs[pair] > 1e-3]).max(initial=0.0)
-            likely = max(likely, on_paths / gamma[pair])
-    answers |= {"values": values, "alignment": E, "grad_gamma": slopes}
+    values, of_arrays, E, grad_gamma, used, likely = oracle.answer(*arrays, gamma=gamma, **options)
+    names = ["grad_a", "grad_b"] if len(arrays) == 2 else ["grad_cost"]
+    answers = dict(zip(names, of_arrays, strict=True))
+    answers |= {"values": values, "alignment": E, "grad_gamma": grad_gamma}
+    gamma = np.broadcast_to(np.asarray(gamma, np.float64), len(values))
     return Expected(answers, gamma, used, likely)
 
 

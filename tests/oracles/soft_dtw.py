@@ -8,6 +8,7 @@ sample, whose value and E are NaN. Arrays of any dtype are read as float64.
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -235,6 +236,44 @@ def per_pair(a, b, *options):
     B = len(b) if len(a) == 1 else len(a)
     of_pairs = [[None] * B if x is None else np.broadcast_to(x, B).tolist() for x in options]
     return zip(range(B), *of_pairs, strict=True)
+
+
+class Answer(NamedTuple):
+    """Everything of a batch of pairs, and what rounding errors grow with."""
+
+    values: np.ndarray  # (B,)
+    gradients: tuple  # grad_a and grad_b, or grad_C alone
+    E: np.ndarray  # (B, N, M)
+    grad_gamma: np.ndarray  # (B,)
+    used: np.ndarray  # (B, N, M) bool: the cells within lengths and bands
+    likely: float  # the largest |cost| on likely paths, over gamma
+
+
+def answer(*arrays, gamma=1.0, grad_values=None, **options):
+    """For a (B or 1, N, D) and b (B or 1, M, D), or for given costs C (B, N, M).
+
+    E and grad_gamma are those of the values, gradients those of sum(grad_values * values).
+    """
+    if len(arrays) == 2:
+        values, *gradients = batch(*arrays, gamma, grad_values, **options)
+        kind = options.pop("cost", "sqeuclidean")
+        costs = costs_of_pairs(*arrays, kind, **options)
+        shape = len(costs), arrays[0].shape[1], arrays[1].shape[1]
+    else:
+        values, *gradients = batch_from_cost(*arrays, gamma, grad_values, **options)
+        costs, shape = used_costs(*arrays, **options), arrays[0].shape
+    _, alignments = values_and_alignments(costs, gamma, None, arrays[0].dtype)
+    E, used, grad_gamma, likely = np.zeros(shape), np.zeros(shape, bool), np.zeros(shape[0]), 0.0
+    for pair, radius, of_pair in per_pair(costs, costs, options.get("bandwidth"), gamma):
+        C, cells = costs[pair], (pair, *map(slice, costs[pair].shape))
+        used[cells] = inside(*C.shape, radius)
+        E[cells] = np.where(used[cells], alignments[pair], 0)
+        if not np.isinf(values[pair]):
+            grad_gamma[pair] = gamma_gradient(C, of_pair)
+        if of_pair > 0:
+            on_paths = np.abs(C[alignments[pair] > 1e-3]).max(initial=0.0)
+            likely = max(likely, on_paths / of_pair)
+    return Answer(values, tuple(gradients), E, grad_gamma, used, likely)
 
 
 def values_and_alignments(costs, gamma, grad_values, dtype):
