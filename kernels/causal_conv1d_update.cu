@@ -53,7 +53,7 @@ causal_conv1d_update(const X_T* x /* [B, D, T] */, Index x_b, Index x_d, Index x
     for (Index t = 0; t < T; ++t) {
         X_T newest = input[t];
         push(window, widen<Real>(newest));
-        output[t] = narrow<X_T>(activate(filter.apply(window), silu));
+        output[t] = narrow<X_T>(activate<sizeof(X_T) == 2>(filter.apply(window), silu));
         if (!ring || S == 0) continue;
         past_inputs[next] = narrow<STATE_T>(widen<Real>(newest));
         next = next + 1 < S ? next + 1 : 0;

@@ -1,5 +1,6 @@
 """Causal depthwise convolution: forward, with states, backward."""
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -7,15 +8,20 @@ from cuseq.host import causal_conv1d as host
 from cuseq.ops.convolution import NOTHING, as_bdl, borrow_filter, check_options, check_state
 from cuseq.runtime import arrays, checks, kernels
 from cuseq.runtime.arrays import HOST, Array
-from cuseq.runtime.kernels import C_TYPES, MOST_BLOCKS
+from cuseq.runtime.kernels import C_TYPES
 
-FILE = "causal_conv1d.cu"
+FORWARD, BACKWARD = "causal_conv1d.cu", "causal_conv1d_backward.cu"
 WARP = 32
 WARPS = 4  # of a block
-RUN_FORWARD, RUN_BACKWARD = 2, 4  # positions a thread walks over where a warp reads along them
-RUN_ACROSS = 8  # the same where it reads across the channels
-BLOCKS_TO_FILL = 64  # on one multiprocessor
-SUM_THREADS = 128
+PACK_BYTES = 16  # that a lane reads at once
+NUMBERS_FORWARD, NUMBERS_BACKWARD = 64, 16  # weights of a pack of channels in registers, ACROSS
+WARPS_TO_FILL = 32  # a multiprocessor, as far as there is work for so many
+SHORTEST_RUN, LONGEST_RUN = 16, 128  # positions that a lane walks over, ACROSS
+TILES = 4  # of a segment, at least, ALONG
+SLICES = 8  # of partial sums, in kernels/causal_conv1d_backward.cu
+
+WHOLE, INDEXED, PACKED = range(3)  # SEQUENCES of the kernels
+DTYPE_SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 class Problem(NamedTuple):
@@ -27,8 +33,10 @@ class Problem(NamedTuple):
     W: int
     S: int
     dtypes: tuple  # of x, weight, bias, state
+    sequences: int
+    index_dtype: str
     across: bool  # channels lie closer in memory than positions
-    unit: bool  # positions lie next to each other, in every tensor of the call
+    pack: int  # ACROSS: channels that can be read at once; ALONG: 0 where positions are apart
     device: int
 
     @property
@@ -38,13 +46,13 @@ class Problem(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How kernels/causal_conv1d.cu runs a problem."""
+    """How the kernels run a problem."""
 
     macros: tuple
     grid: int
     block: int
-    segment_length: int
-    segments: int
+    length: int  # of a segment (ALONG) or of a lane's run (ACROSS)
+    parts: int  # segments of a row, or blocks of runs
 
 
 class Gradients(NamedTuple):
@@ -217,41 +225,87 @@ def _borrow(operator, x, weight, bias, activation, layout, seq_idx, initial_stat
         S, state_dtype = initial_state.shape[2], initial_state.dtype
     dtypes = x.dtype, weight.dtype, bias.dtype if bias else weight.dtype, state_dtype
     across = abs(x.strides[1]) < abs(x.strides[2])
-    unit = layout == "bdl" and x.strides[2] == 1
-    problem = Problem(*x.shape, W, S, dtypes, across, unit, x.device)
+    problem = Problem(*x.shape, W, S, dtypes, WHOLE, "int32", across, 0, x.device)
     silu = activation is not None
     return Call(x, weight, weight_shape, bias, initial_state, silu, layout, problem)
 
 
 @lru_cache(maxsize=1024)
-def plan(problem, limits, backward=False, positions_before=0):
+def plan(problem, limits, backward=False):
     """The plan of a problem on a device with these limits.
 
-    A warp reads along whichever axis lies closest in memory. The length is cut into as many
-    segments as fill the device; `positions_before` counts the state's positions that a backward
-    walks over as well.
+    A warp reads along whichever axis lies closest in memory. The length is cut where that is needed
+    to fill the device.
     """
-    B, D, L, W, _, dtypes, across, unit, _ = problem
-    across = across or B * D > MOST_BLOCKS  # each block takes 32 channels then
-    lanes_d = min(WARP, 1 << max(D - 1, 0).bit_length()) if across else 1
-    run = RUN_ACROSS if across else RUN_BACKWARD if backward else RUN_FORWARD
-    stride = WARPS * (WARP // lanes_d) * run
-    rows = B * -(-D // lanes_d)
-    strides = max(1, -(-(L + positions_before) // stride))
-    segments = max(1, min(strides, limits.multiprocessors * BLOCKS_TO_FILL // max(rows, 1)))
-    segment_length = stride * -(-strides // segments)
-    segments = -(-strides * stride // segment_length)
+    B, D, L, W, _, dtypes, sequences, index_dtype, across, pack, _ = problem
+    size = DTYPE_SIZES[dtypes[0]]
+    numbers = 8 if problem.real == "float64" else 4
+    warps = limits.multiprocessors * WARPS_TO_FILL
+    if across:
+        weights = (NUMBERS_BACKWARD if backward else NUMBERS_FORWARD) * 4 // numbers
+        pack = min(pack, power_of_2_below(max(weights // W, 1)))
+        lanes = power_of_2_above(min(WARP, -(-D // pack)))
+        tiles, groups = -(-D // (pack * lanes)), WARPS * WARP // lanes
+        run = L * B * tiles * lanes // max(warps * WARP, 1)
+        length = max(SHORTEST_RUN, min(run, LONGEST_RUN)) // 4 * 4
+        parts = max(1, -(-L // (length * groups)))
+        grid = B * tiles * parts
+    else:
+        adjacent, pack = pack > 0, PACK_BYTES // size
+        lanes = power_of_2_above(min(WARP, max(-(-(L + pack - 1) // pack), -(-(W - 1) // pack), 1)))
+        tile, rows = lanes * pack, -(-B * D * lanes // WARP)
+        tiles = max(1, -(-(L + pack - 1) // tile))
+        segments = max(1, min(tiles // TILES, warps // max(rows, 1)))
+        length = tile * -(-tiles // segments)
+        parts = -(-tiles * tile // length)
+        grid = -(-rows * parts // WARPS)
     types = zip(("X_T", "WEIGHT_T", "BIAS_T", "STATE_T"), dtypes, strict=True)
     macros = (
         *((name, C_TYPES[dtype]) for name, dtype in types),
         ("REAL", C_TYPES[problem.real]),
         ("WIDTH", W),
-        ("LANES_D", lanes_d),
-        ("RUN", run),
+        ("ACROSS", int(across)),
+        ("PACK", pack),
+        ("LANES", lanes),
         ("WARPS", WARPS),
-        ("UNIT", int(unit)),
+        ("ADJACENT", int(across or adjacent)),
+        ("SEQUENCES", sequences),
+        ("INDEX_T", C_TYPES[index_dtype]),
     )
-    return Plan(macros, rows * segments, WARP * WARPS, segment_length, segments)
+    return Plan(macros, grid, WARP * WARPS, length, parts)
+
+
+def power_of_2_above(n):
+    """The least power of 2 that is n or more."""
+    return 1 << (n - 1).bit_length()
+
+
+def power_of_2_below(n):
+    """The greatest power of 2 that is n or less."""
+    return 1 << (n.bit_length() - 1)
+
+
+def problem_of(call, *tensors):
+    """The problem of a call for the kernels: how x and the tensors like it lie in memory."""
+    B, D, L = call.x.shape
+    x = call.x
+    across = call.problem.across
+    if across:
+        most = PACK_BYTES // DTYPE_SIZES[x.dtype]
+        pack = min(most, *(_channels_at_once(tensor, most) for tensor in (x, *tensors)))
+    else:
+        pack = int(all(tensor.strides[2] == 1 for tensor in (x, *tensors)))
+    return call.problem._replace(pack=pack)
+
+
+def _channels_at_once(x, most):
+    """Of how many neighbouring channels the elements lie in one aligned place."""
+    B, D, L = x.shape
+    if x.strides[1] != 1:
+        return 1
+    strides = [stride for n, stride in ((B, x.strides[0]), (L, x.strides[2])) if n > 1]
+    places = [D, x.pointer // DTYPE_SIZES[x.dtype], *strides]
+    return math.gcd(most, *places)
 
 
 def _forward(call, with_state):
@@ -266,19 +320,29 @@ def _forward(call, with_state):
         host.forward(*inputs, call.silu, y_seen.numpy(), final_state and final_state.numpy())
         return y, final_state
     if y.size or (final_state and final_state.size):
-        how = plan(problem, kernels.device_limits(problem.device))
+        how = plan(problem_of(call, y_seen), kernels.device_limits(problem.device))
         args = (
-            *call.x.flat,
-            *call.weight.flat,
-            *(call.bias.flat if call.bias else NOTHING[:2]),
-            *(call.initial_state.flat if call.initial_state else NOTHING),
+            *_shared_args(call),
             *y_seen.flat,
             *(final_state.flat if final_state else NOTHING),
-            *(D, L, S, int(call.silu), how.segment_length, how.segments),
+            *(how.length, how.parts),
         )
         with arrays.launching(call.x, call.weight, call.bias, call.initial_state) as launch:
-            launch(FILE, "causal_conv1d_forward", how.macros, how.grid, how.block, args)
+            launch(FORWARD, "causal_conv1d_forward", how.macros, max(how.grid, 1), how.block, args)
     return y, final_state
+
+
+def _shared_args(call):
+    """What forward and backward take."""
+    B, D, L, _, S, *_ = call.problem
+    return (
+        *call.x.flat,
+        *call.weight.flat,
+        *(call.bias.flat if call.bias else NOTHING[:2]),
+        *(call.initial_state.flat if call.initial_state else NOTHING),
+        *NOTHING,
+        *(B, D, L, S, B, int(call.silu)),
+    )
 
 
 def _backward(call, grad_y, grad_final_state):
@@ -304,28 +368,25 @@ def _backward(call, grad_y, grad_final_state):
             grad_initial and grad_initial.numpy(),
         )
         return gradients
-    problem = problem._replace(unit=problem.unit and grad_y.strides[2] == 1)
     limits = kernels.device_limits(problem.device)
-    how = plan(problem, limits, True, S if grad_initial else 0)
-    partials = arrays.empty((B * how.segments, D, W + 1), problem.real, grad_y)
+    how = plan(problem_of(call, grad_y, grad_x_seen), limits, backward=True)
+    partials = arrays.empty((B * how.parts, D, W + 1), problem.real, grad_y)
     with arrays.launching(grad_y, *inputs, grad_final_state) as launch:
         if how.grid:
             args = (
+                *_shared_args(call),
                 *grad_y.flat,
-                *call.x.flat,
-                *call.weight.flat,
-                *(call.bias.flat if call.bias else NOTHING[:2]),
-                *(call.initial_state.flat if call.initial_state else NOTHING),
                 *(grad_final_state.flat if grad_final_state else NOTHING),
                 *grad_x_seen.flat,
                 *(grad_initial.flat if grad_initial else NOTHING),
                 partials.pointer,
-                *(D, L, S, int(call.silu), how.segment_length, how.segments),
+                *(how.length, how.parts),
             )
-            launch(FILE, "causal_conv1d_backward", how.macros, how.grid, how.block, args)
+            launch(BACKWARD, "causal_conv1d_backward", how.macros, how.grid, how.block, args)
         if D:
-            args = partials.pointer, B * how.segments, D, grad_weight.pointer
+            args = partials.pointer, B * how.parts, D, grad_weight.pointer
             args += (grad_bias.pointer if grad_bias else 0,)
-            blocks = -(-D * (W + 1) // SUM_THREADS)
-            launch(FILE, "causal_conv1d_sum_partials", how.macros, blocks, SUM_THREADS, args)
+            blocks = -(-D * (W + 1) // WARP)
+            name = "causal_conv1d_sum_partials"
+            launch(BACKWARD, name, how.macros, blocks, WARP * SLICES, args)
     return gradients
