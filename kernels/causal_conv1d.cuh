@@ -162,15 +162,18 @@ __device__ __forceinline__ void read(const Inputs& inputs, Index first, Real (&u
             pack.read(from + slot * PACK);
 #pragma unroll
             for (int k = 0; k < PACK; ++k) u[slot * PACK + k] = widen<Real>(pack.at[k]);
-        } else {
+        } else {  // at an end of the row; a loop with a shift has little code and few registers
+            Real some[PACK];
+#pragma unroll 1
+            for (int k = 0; k < PACK; ++k) push(some, inputs.at(position + k));
 #pragma unroll
-            for (int k = 0; k < PACK; ++k) u[slot * PACK + k] = inputs.at(position + k);
+            for (int k = 0; k < PACK; ++k) u[slot * PACK + k] = some[k];
         }
     }
 }
 
 // A pack of results; rows of results are aligned as packs are.
-__device__ __forceinline__ void write(const Row<X_T>& row, Index first, Index L, const Real (&v)[PACK]) {
+__device__ __forceinline__ void write(const Row<X_T>& row, Index first, Index L, Real (&v)[PACK]) {
     if (ADJACENT && first >= 0 && first + PACK <= L) {
         Elements pack;
 #pragma unroll
@@ -178,9 +181,11 @@ __device__ __forceinline__ void write(const Row<X_T>& row, Index first, Index L,
         pack.write(row.data + first);
         return;
     }
-#pragma unroll
-    for (int k = 0; k < PACK; ++k)
-        if (first + k >= 0 && first + k < L) row[first + k] = narrow<X_T>(v[k]);
+#pragma unroll 1
+    for (int k = 0; k < PACK; ++k) {
+        if (first + k >= 0 && first + k < L) row[first + k] = narrow<X_T>(v[0]);
+        push(v, v[0]);
+    }
 }
 
 // INDEXED: the indices of `count` positions from `first` on.
