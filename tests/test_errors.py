@@ -107,6 +107,7 @@ CONVOLUTIONS = [
     "causal_conv1d_update",
 ]
 every_convolution = pytest.mark.parametrize("name", CONVOLUTIONS)
+every_by_index = pytest.mark.parametrize("name", CONVOLUTIONS[:3])  # which have seq_idx
 
 # Shapes:
 
@@ -183,7 +184,7 @@ def test_shapes_of_a_convolution(place, name, argument, shape):
     refused(ValueError, argument, function, **arrays)
 
 
-@pytest.mark.parametrize("name", CONVOLUTIONS[:3])
+@every_by_index
 def test_x_has_three_axes(name):
     function, arrays = convolution(NUMPY, name, x=np.zeros((3, 9)))
     message = refused(ValueError, "x", function, **arrays)
@@ -218,6 +219,27 @@ def test_shapes_of_index_arguments(place, argument, shape):
     function, arrays = convolution(home_of_state(place), "causal_conv1d_update")
     index = place.array(np.zeros(shape, np.int32))
     refused(ValueError, argument, function, **arrays, **{argument: index})
+
+
+@every_place
+@every_by_index
+@pytest.mark.parametrize("shape", [(), (9,), (2,), (1, 9), (2, 8), (9, 2), (2, 3, 9)], ids=str)
+def test_shapes_of_seq_idx(place, name, shape):
+    function, arrays = convolution(place, name)
+    index = place.array(np.zeros(shape, np.int32))
+    assert "(B, L)" in refused(ValueError, "seq_idx", function, **arrays, seq_idx=index)
+
+
+@every_by_index
+def test_seq_idx_has_one_shape_in_both_layouts(name):
+    arrays = {"x": normal(2, 9, 3), "initial_state": normal(2, 3, 3)}
+    if name == "causal_conv1d_backward":
+        arrays["grad_y"] = normal(2, 9, 3)
+    function, arrays = convolution(NUMPY, name, **arrays)
+    arrays["layout"] = "bld"
+    refused(ValueError, "seq_idx", function, **arrays, seq_idx=np.zeros((2, 3), np.int32))
+    with pytest.raises(pytest.fail.Exception, match="work began"):
+        function(**arrays, seq_idx=np.zeros((2, 9), np.int32))
 
 
 # Dtypes:
@@ -305,6 +327,16 @@ def test_dtypes_of_index_arguments(place, argument, dtype):
         if kind is list and dtype in ("int8", "uint64"):
             continue  # a list of integers is fine
         refused(TypeError, argument, function, **arrays, **{argument: index})
+
+
+@every_place
+@every_by_index
+@pytest.mark.parametrize("dtype", ["int8", "uint64", "bool", "float32"])
+def test_dtypes_of_seq_idx(place, name, dtype):
+    function, arrays = convolution(place, name)
+    wrong = np.zeros((2, 9), dtype)
+    for form in (place.array(wrong), wrong):
+        assert dtype in refused(TypeError, "seq_idx", function, **arrays, seq_idx=form)
 
 
 # Values:
@@ -418,17 +450,13 @@ def test_options_that_are_fine(function, options):
         function(*two_pairs(function), **options)
 
 
-@every_place
-def test_seq_idx_of_any_library_comes_later(place):
-    x, weight = place.array(np.zeros((2, 3, 9))), place.array(np.zeros((3, 4)))
-    seq_idx = place.array(np.zeros((2, 9), np.int32))
-    refused(NotImplementedError, "seq_idx", cuseq.causal_conv1d, x, weight, seq_idx=seq_idx)
-
-
-@pytest.mark.parametrize("name", CONVOLUTIONS[:3])
-def test_sequences_by_index_come_later(name):
-    function, arrays = convolution(NUMPY, name)
-    refused(NotImplementedError, "seq_idx", function, **arrays, seq_idx=[[0] * 9] * 2)
+@every_cuda_place
+@every_by_index
+def test_seq_idx_on_a_cuda_device_comes_later(place, name):
+    function, arrays = convolution(place, name)
+    index = np.zeros((2, 9), np.int32)
+    for form in (place.array(index), index, index.tolist()):
+        refused(NotImplementedError, "seq_idx", function, **arrays, seq_idx=form)
 
 
 @over_functions(OF_SERIES)
@@ -491,6 +519,27 @@ def test_a_ragged_sequence_is_no_index_argument(argument):
 def test_what_is_no_index_argument(argument, wrong):
     function, arrays = convolution(NUMPY, "causal_conv1d_update")
     refused(TypeError, argument, function, **arrays, **{argument: wrong})
+
+
+@every_by_index
+@pytest.mark.parametrize(
+    "wrong, error",
+    [
+        (3, TypeError),
+        ("ab", TypeError),
+        ({0, 1}, TypeError),
+        ([[0.5] * 9] * 2, TypeError),
+        ([[None] * 9] * 2, TypeError),
+        ([[0] * 9, [1] * 8], ValueError),
+        ([0] * 9, ValueError),
+        ([], ValueError),
+        ([[], []], ValueError),
+    ],
+    ids=lambda x: repr(x)[:20],
+)
+def test_what_is_no_seq_idx(name, wrong, error):
+    function, arrays = convolution(NUMPY, name)
+    refused(error, "seq_idx", function, **arrays, seq_idx=wrong)
 
 
 @pytest.mark.parametrize(
@@ -641,6 +690,9 @@ def test_an_option_on_the_device_does_not_serve_host_arrays(place):
     function, arrays = convolution(NUMPY, "causal_conv1d_update")
     index = place.array(np.zeros(2, np.int64))
     refused(ValueError, "cache_seqlens", function, **arrays, cache_seqlens=index)
+    function, arrays = convolution(NUMPY, "causal_conv1d")
+    index = place.array(np.zeros((2, 9), np.int64))
+    refused(ValueError, "seq_idx", function, **arrays, seq_idx=index)
     for name in OF_SERIES + OF_COSTS:
         function = getattr(cuseq, name)
         for option in ("gamma", "bandwidth", "lengths_a", "lengths_b"):

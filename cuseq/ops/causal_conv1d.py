@@ -71,8 +71,12 @@ def causal_conv1d(
         bias: (D,) or None, of any of these dtypes.
         activation: None, "silu" or its other name "swish".
         layout: "bdl" or "bld", what the axes of x and y are; strides do not matter for it.
-        seq_idx: not in this release; leave it None.
+        seq_idx: (B, L) in either layout, int32 or int64, from any library or as nested sequences,
+            or None: the sequence that each position belongs to. A position sees only inputs of its
+            own sequence; a negative index is padding, with y = 0, which nobody sees, NaN included.
+            Host memory only in this release.
         initial_state: (B, D, S) with S >= W - 1, the inputs before the first, newest last, or None.
+            With seq_idx it belongs to the sequence of position 0.
 
     Returns:
         y in the shape, layout and dtype of x, as the kind of array that x is. 16-bit inputs are
@@ -82,7 +86,7 @@ def causal_conv1d(
         ValueError: for shapes or options that do not fit, arrays on different devices, or a tensor
             that autograd follows.
         TypeError: for dtypes that are not floating, and for what is no array.
-        NotImplementedError: for an option that this release does not have.
+        NotImplementedError: for seq_idx on a CUDA device, which this release does not have.
 
     Source: A. Gu and T. Dao, "Mamba: linear-time sequence modeling with selective state spaces",
     2023, section 3.4.
@@ -91,6 +95,8 @@ def causal_conv1d(
     >>> x = np.array([[[1.0, 2.0, 3.0, 4.0]]])
     >>> cuseq.causal_conv1d(x, np.array([[10.0, 1.0]]))
     array([[[ 1., 12., 23., 34.]]])
+    >>> cuseq.causal_conv1d(x, np.array([[10.0, 1.0]]), seq_idx=[[0, 0, 1, 1]])
+    array([[[ 1., 12.,  3., 34.]]])
     """
     call = _borrow("causal_conv1d", x, weight, bias, activation, layout, seq_idx, initial_state)
     y, _ = _forward(call, with_state=False)
@@ -104,6 +110,10 @@ def causal_conv1d_with_state(
 
     ``final_state[b,d,s]`` is input L - S + s, reaching back into the initial state where x is
     shorter than the state, so that a signal may be cut anywhere and convolved piece by piece.
+    With seq_idx it holds the last inputs of the sequence of the last position that is no padding,
+    back to where another sequence ends: padding is left out, and zeros stand before the first of
+    them, or the initial state where that belongs to the same sequence. A row that is all padding
+    keeps the initial state.
 
     Args: as `causal_conv1d`.
 
@@ -144,6 +154,8 @@ def causal_conv1d_backward(
     With v the convolution before the activation and ``g = grad_y act'(v)``:
     ``grad_x[t] = sum_k weight[k] g[t+W-1-k]``, ``grad_weight[k] = sum_{b,t} g[t] x[t-W+1+k]``,
     ``grad_bias = sum_{b,t} g[t]``. Sums are taken in a fixed order: the same bits every time.
+    With seq_idx they are over the pairs of positions that see each other; grad_x is 0 at padding,
+    whose grad_y does not count, NaN included.
 
     Args:
         grad_y: gradient by y, of x's shape and dtype.
@@ -191,6 +203,7 @@ class Call(NamedTuple):
     silu: bool
     layout: str
     problem: Problem
+    seq_idx: Array
 
 
 def _empty_like(x, layout):
@@ -202,7 +215,6 @@ def _empty_like(x, layout):
 
 def _borrow(operator, x, weight, bias, activation, layout, seq_idx, initial_state):
     check_options(activation, layout)
-    checks.not_yet("seq_idx", seq_idx, None)
     x = arrays.borrow("x", x, operator)
     checks.floating("x", x)
     if len(x.shape) != 3:
@@ -219,8 +231,21 @@ def _borrow(operator, x, weight, bias, activation, layout, seq_idx, initial_stat
     across = abs(x.strides[1]) < abs(x.strides[2])
     unit = layout == "bdl" and x.strides[2] == 1
     problem = Problem(*x.shape, W, S, dtypes, across, unit, x.device)
-    silu = activation is not None
-    return Call(x, weight, weight_shape, bias, initial_state, silu, layout, problem)
+    silu, index = activation is not None, _borrow_index(operator, x, seq_idx)
+    return Call(x, weight, weight_shape, bias, initial_state, silu, layout, problem, index)
+
+
+def _borrow_index(operator, x, seq_idx):
+    """seq_idx (B, L) borrowed, or None."""
+    if seq_idx is None:
+        return None
+    index, _ = arrays.index_array("seq_idx", seq_idx, x, operator)
+    B, _, L = x.shape
+    checks.shape("seq_idx", index, (B, L), "(B, L)", "pass one index a position, in either layout")
+    checks.same_device("seq_idx", index, "x", x)
+    if x.device != HOST:
+        checks.not_yet("seq_idx", seq_idx, None)
+    return index
 
 
 @lru_cache(maxsize=1024)
@@ -263,7 +288,8 @@ def _forward(call, with_state):
     y_seen = as_bdl(y, call.layout)
     if problem.device == HOST:
         inputs = (x and x.numpy() for x in (call.x, call.weight, call.bias, call.initial_state))
-        host.forward(*inputs, call.silu, y_seen.numpy(), final_state and final_state.numpy())
+        outputs = y_seen.numpy(), final_state and final_state.numpy()
+        host.forward(*inputs, call.silu, *outputs, call.seq_idx and call.seq_idx.numpy())
         return y, final_state
     if y.size or (final_state and final_state.size):
         how = plan(problem, kernels.device_limits(problem.device))
@@ -302,6 +328,7 @@ def _backward(call, grad_y, grad_final_state):
             grad_weight.numpy().reshape(D, W),
             grad_bias and grad_bias.numpy(),
             grad_initial and grad_initial.numpy(),
+            call.seq_idx and call.seq_idx.numpy(),
         )
         return gradients
     problem = problem._replace(unit=problem.unit and grad_y.strides[2] == 1)
