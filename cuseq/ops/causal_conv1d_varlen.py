@@ -167,9 +167,6 @@ def _borrow(operator, x, weight, bias, cu_seqlens, activation, initial_state):
         initial_state = arrays.borrow("initial_state", initial_state, operator)
         check_state("initial_state", initial_state, x, rows, W)
         states, state_dtype = initial_state.shape, initial_state.dtype
-    if x.device != HOST:
-        expected, remedy = "an array in host memory, in this release", "call causal_conv1d for each"
-        raise NotImplementedError(checks.sentence("x", expected, x.device_name, remedy))
     silu = activation is not None
     return Call(
         x, weight, weight_shape, bias, seqlens, initial_state, silu, tuple(states), state_dtype
@@ -200,8 +197,16 @@ def _borrow_seqlens(operator, x, cu_seqlens):
     return array
 
 
+def _check_on_host(x):
+    if x.device != HOST:
+        expected = "an array in host memory in this release"
+        remedy = "call causal_conv1d for each sequence"
+        raise NotImplementedError(checks.sentence("x", expected, x.device_name, remedy))
+
+
 def _forward(call, with_state):
     """y, and the final state or None."""
+    _check_on_host(call.x)
     y = arrays.empty(call.x.shape, call.x.dtype, call.x)
     final_state = arrays.empty(call.states, call.state_dtype, call.x) if with_state else None
     host.forward(*call.inputs, call.silu, y.numpy(), final_state and final_state.numpy())
@@ -210,6 +215,7 @@ def _forward(call, with_state):
 
 def _backward(call, grad_y, grad_final_state):
     """Gradients as borrowed arrays, by name."""
+    _check_on_host(call.x)
     D, W = call.weight.shape
     grad_x = arrays.empty(call.x.shape, call.x.dtype, grad_y)
     grad_weight = arrays.empty(call.weight_shape, call.weight.dtype, grad_y)
