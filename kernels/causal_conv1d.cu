@@ -83,13 +83,14 @@ __device__ void keep_last(const Call& call, const Tensor<STATE_T>& final_state) 
     Index threads = Index(gridDim.x) * THREADS;
     for (Index k = Index(blockIdx.x) * THREADS + threadIdx.x; k < call.count * call.D; k += threads) {
         Index sequence = k / call.D, channel = k % call.D, batch = SEQUENCES == PACKED ? 0 : sequence;
+        bool valid = call.is_valid(sequence);
         Inputs inputs = call.inputs(batch, sequence, channel);
         Row<STATE_T> last = final_state.row(sequence, channel);
         for (Index s = 0; s < call.S; ++s) {
             Index position = inputs.end - call.S + s;
             if (SEQUENCES == INDEXED) position = call.sources[batch * call.S + s];
             bool nothing = SEQUENCES == INDEXED && position == NOTHING_KEPT;
-            last[s] = narrow<STATE_T>(nothing ? Real(0) : inputs.at(position));
+            last[s] = narrow<STATE_T>(!valid ? not_a_number<Real>() : nothing ? Real(0) : inputs.at(position));
         }
     }
 }

@@ -25,7 +25,6 @@ constexpr int THREADS = WARP * WARPS;
 constexpr int GROUPS = WARP / LANES;      // of a warp
 constexpr int BEFORE = WIDTH - 1;         // inputs of a position before its own
 constexpr bool QUICK = sizeof(X_T) == 2;  // see sigmoid
-constexpr int NOTHING_KEPT = 0x7fffffff;  // in an entry of a state
 
 typedef Filter<Real, WIDTH> Weights;
 typedef Pack<X_T, PACK> Elements;
@@ -60,6 +59,11 @@ struct Call {  // what both directions read
         return filter;
     }
     __device__ __forceinline__ Index starts(Index sequence) const { return Index(index[sequence * index_l]); }
+    // PACKED: whether a sequence is one of positions that there are.
+    __device__ __forceinline__ bool is_valid(Index sequence) const {
+        return SEQUENCES != PACKED || (starts(sequence) >= 0 && starts(sequence) <= starts(sequence + 1) &&
+                                       starts(sequence + 1) <= L);
+    }
     __device__ __forceinline__ Inputs inputs(Index batch, Index sequence, Index channel) const {
         bool packed = SEQUENCES == PACKED;
         Inputs inputs{x.row(batch, channel), {nullptr, 0}, packed ? starts(sequence) : 0,
@@ -239,7 +243,7 @@ struct Current {
         : sequence(batch), start(0), end(call.L), exists(true) {
         if (SEQUENCES != PACKED) return;
         sequence = call.sequence_of(position);
-        exists = sequence < call.count && call.starts(sequence) <= position;
+        exists = sequence < call.count && call.starts(sequence) <= position && call.is_valid(sequence);
         start = exists ? call.starts(sequence) : position;
         end = exists ? call.starts(sequence + 1) : position + 1;
     }

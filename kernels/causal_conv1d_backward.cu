@@ -228,6 +228,11 @@ __device__ void into_initial_states(const Call& call, const Gradients& grad) {
         Index sequence = k / call.D, channel = k % call.D, batch = SEQUENCES == PACKED ? 0 : sequence;
         Inputs inputs = call.inputs(batch, sequence, channel);
         Row<const X_T> outer = grad.y.row(batch, channel);
+        Row<STATE_T> results = grad.initial_state.row(sequence, channel);
+        if (!call.is_valid(sequence)) {
+            for (Index s = 0; s < call.S; ++s) results[s] = narrow<STATE_T>(not_a_number<Real>());
+            continue;
+        }
         FromState from_state(call, grad, batch, sequence, channel, inputs.end);
         Weights filter = call.filter(channel);
         Real window[WIDTH], g[BEFORE + 1];
@@ -250,7 +255,6 @@ __device__ void into_initial_states(const Call& call, const Gradients& grad) {
             g[i] = through_activation(filter, SEQUENCES == INDEXED ? seen : window, exists ? widen<Real>(outer[t]) : Real(0),
                                       exists, call.silu);
         }
-        Row<STATE_T> results = grad.initial_state.row(sequence, channel);
         for (Index s = 0; s < call.S - BEFORE; ++s)
             results[s] = narrow<STATE_T>(from_state.at(inputs.start - call.S + s));
 #pragma unroll
@@ -308,30 +312,4 @@ causal_conv1d_sum_partials(const Real* partials /* [parts, D, W + 1] */, Index p
     Index d = i / SUMS, k = i % SUMS;
     if (k < WIDTH) grad_weight[d * WIDTH + k] = narrow<WEIGHT_T>(sum);
     else if (grad_bias) grad_bias[d] = narrow<BIAS_T>(sum);
-}
-
-// INDEXED: of which input each entry of the final state is. Launch: grid (B), block (32).
-extern "C" __global__ void __launch_bounds__(WARP)
-causal_conv1d_sources(const INDEX_T* index /* [B, L] */, Index index_b, Index index_l, Index L, Index S, Index has_state,
-                      int* sources /* [B, S]: a position, below 0 in the initial state, or NOTHING_KEPT */) {
-    index += blockIdx.x * index_b;
-    sources += blockIdx.x * S;
-    Index left = S, own = -1;  // entries to be found, the newest last; the index of the last sequence
-    bool ended = false;
-    for (Index last = L - 1; last >= 0 && left > 0 && !ended; last -= WARP) {
-        Index position = last - threadIdx.x;
-        Index here = position >= 0 ? Index(index[position * index_l]) : Index(-1);
-        unsigned real = __ballot_sync(FULL_MASK, here >= 0);
-        if (own < 0 && real) own = __shfl_sync(FULL_MASK, here, __ffs(real) - 1);
-        unsigned other = __ballot_sync(FULL_MASK, here >= 0 && here != own);
-        unsigned until = other ? (1u << (__ffs(other) - 1)) - 1 : FULL_MASK;  // lanes before the first other one
-        unsigned found = real & until, before = found & ((1u << threadIdx.x) - 1);
-        Index place = left - 1 - __popc(before);
-        if (found >> threadIdx.x & 1 && place >= 0) sources[place] = int(position);
-        left -= __popc(found);
-        ended = other != 0;
-    }
-    left = max(left, Index(0));
-    bool reaches = has_state && !ended && (own < 0 || Index(index[0]) == own);  // back to the initial state
-    for (Index s = threadIdx.x; s < left; s += WARP) sources[s] = reaches ? int(s - left) : NOTHING_KEPT;
 }

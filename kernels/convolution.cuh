@@ -2,6 +2,8 @@
 // What the causal depthwise convolutions share: strided tensors, packs of elements that are read at
 // once, the activation, and the inputs of a sequence as its state continues them into the past.
 
+constexpr int NOTHING_KEPT = 0x7fffffff;  // in an entry of a state, among those that name an input
+
 // One channel of one batch item of a tensor (B, D, L): positions with their stride in elements.
 template <class T> struct Row {
     T* data;

@@ -1,67 +1,10 @@
 """Causal depthwise convolution: forward, with states, backward."""
 
-import math
-from functools import lru_cache
-from typing import NamedTuple
-
-from cuseq.host import causal_conv1d as host
-from cuseq.ops.convolution import NOTHING, as_bdl, borrow_filter, check_options, check_state
-from cuseq.runtime import arrays, checks, kernels
-from cuseq.runtime.arrays import HOST, Array
-from cuseq.runtime.kernels import C_TYPES
-
-FORWARD, BACKWARD = "causal_conv1d.cu", "causal_conv1d_backward.cu"
-WARP = 32
-WARPS = 4  # of a block
-PACK_BYTES = 16  # that a lane reads at once
-NUMBERS_FORWARD, NUMBERS_BACKWARD = 64, 16  # weights of a pack of channels in registers, ACROSS
-WARPS_TO_FILL = 32  # a multiprocessor, as far as there is work for so many
-SHORTEST_RUN, LONGEST_RUN = 16, 128  # positions that a lane walks over, ACROSS
-TILES = 4  # of a segment, at least, ALONG
-SLICES = 8  # of partial sums, in kernels/causal_conv1d_backward.cu
-
-WHOLE, INDEXED, PACKED = range(3)  # SEQUENCES of the kernels
-DTYPE_SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-
-
-class Problem(NamedTuple):
-    """A call in host numbers: x (B, D, L), filters of width W, states of width S."""
-
-    B: int
-    D: int
-    L: int
-    W: int
-    S: int
-    dtypes: tuple  # of x, weight, bias, state
-    sequences: int
-    index_dtype: str
-    across: bool  # channels lie closer in memory than positions
-    pack: int  # ACROSS: channels that can be read at once; ALONG: 0 where positions are apart
-    device: int
-
-    @property
-    def real(self):
-        """The dtype that is computed in."""
-        return "float64" if "float64" in self.dtypes else "float32"
-
-
-class Plan(NamedTuple):
-    """How the kernels run a problem."""
-
-    macros: tuple
-    grid: int
-    block: int
-    length: int  # of a segment (ALONG) or of a lane's run (ACROSS)
-    parts: int  # segments of a row, or blocks of runs
-
-
-class Gradients(NamedTuple):
-    """Gradients by the name of what they belong to; None where the call had no such argument."""
-
-    x: object
-    weight: object
-    bias: object
-    initial_state: object
+from cuseq.ops import convolution_engine as engine
+from cuseq.ops.convolution import AXES, as_bdl, borrow_filter, check_options, check_state
+from cuseq.ops.convolution_engine import Call, Gradients
+from cuseq.ops.convolution_plan import INDEXED, WHOLE
+from cuseq.runtime import arrays, checks
 
 
 def causal_conv1d(
@@ -79,8 +22,12 @@ def causal_conv1d(
         bias: (D,) or None, of any of these dtypes.
         activation: None, "silu" or its other name "swish".
         layout: "bdl" or "bld", what the axes of x and y are; strides do not matter for it.
-        seq_idx: not in this release; leave it None.
+        seq_idx: (B, L) in either layout, int32 or int64, from any library or as nested sequences,
+            or None: the sequence that each position belongs to. A position sees only inputs of its
+            own sequence; a negative index is padding, with y = 0, which nobody sees, NaN included.
+            Host memory only in this release.
         initial_state: (B, D, S) with S >= W - 1, the inputs before the first, newest last, or None.
+            With seq_idx it belongs to the sequence of position 0.
 
     Returns:
         y in the shape, layout and dtype of x, as the kind of array that x is. 16-bit inputs are
@@ -90,7 +37,7 @@ def causal_conv1d(
         ValueError: for shapes or options that do not fit, arrays on different devices, or a tensor
             that autograd follows.
         TypeError: for dtypes that are not floating, and for what is no array.
-        NotImplementedError: for an option that this release does not have.
+        NotImplementedError: for seq_idx on a CUDA device, which this release does not have.
 
     Source: A. Gu and T. Dao, "Mamba: linear-time sequence modeling with selective state spaces",
     2023, section 3.4.
@@ -99,9 +46,11 @@ def causal_conv1d(
     >>> x = np.array([[[1.0, 2.0, 3.0, 4.0]]])
     >>> cuseq.causal_conv1d(x, np.array([[10.0, 1.0]]))
     array([[[ 1., 12., 23., 34.]]])
+    >>> cuseq.causal_conv1d(x, np.array([[10.0, 1.0]]), seq_idx=[[0, 0, 1, 1]])
+    array([[[ 1., 12.,  3., 34.]]])
     """
     call = _borrow("causal_conv1d", x, weight, bias, activation, layout, seq_idx, initial_state)
-    y, _ = _forward(call, with_state=False)
+    y, _ = engine.forward(call, with_state=False)
     return arrays.give_back(y, x)
 
 
@@ -112,6 +61,10 @@ def causal_conv1d_with_state(
 
     ``final_state[b,d,s]`` is input L - S + s, reaching back into the initial state where x is
     shorter than the state, so that a signal may be cut anywhere and convolved piece by piece.
+    With seq_idx it holds the last inputs of the sequence of the last position that is no padding,
+    back to where another sequence ends: padding is left out, and zeros stand before the first of
+    them, or the initial state where that belongs to the same sequence. A row that is all padding
+    keeps the initial state.
 
     Args: as `causal_conv1d`.
 
@@ -131,7 +84,7 @@ def causal_conv1d_with_state(
     """
     operator = "causal_conv1d_with_state"
     call = _borrow(operator, x, weight, bias, activation, layout, seq_idx, initial_state)
-    y, final_state = _forward(call, with_state=True)
+    y, final_state = engine.forward(call, with_state=True)
     return arrays.give_back(y, x), arrays.give_back(final_state, x)
 
 
@@ -152,6 +105,8 @@ def causal_conv1d_backward(
     With v the convolution before the activation and ``g = grad_y act'(v)``:
     ``grad_x[t] = sum_k weight[k] g[t+W-1-k]``, ``grad_weight[k] = sum_{b,t} g[t] x[t-W+1+k]``,
     ``grad_bias = sum_{b,t} g[t]``. Sums are taken in a fixed order: the same bits every time.
+    With seq_idx they are over the pairs of positions that see each other; grad_x is 0 at padding,
+    whose grad_y does not count, NaN included.
 
     Args:
         grad_y: gradient by y, of x's shape and dtype.
@@ -179,214 +134,44 @@ def causal_conv1d_backward(
     outer_state = None
     if grad_final_state is not None:
         outer_state = arrays.borrow("grad_final_state", grad_final_state, operator)
-        B, D, _, _, S, dtypes, *_ = call.problem
         name = "grad_final_state"
-        checks.shape(name, outer_state, (B, D, S), "(B, D, S)", "pass one a final state")
-        checks.same_dtype(name, outer_state, "the state", dtypes[3])
+        checks.shape(name, outer_state, call.states, "(B, D, S)", "pass one a final state")
+        checks.same_dtype(name, outer_state, "the state", call.state_dtype)
         checks.same_device(name, outer_state, "grad_y", outer)
-    gradients = _backward(call, as_bdl(outer, layout), outer_state)
+    gradients = engine.backward(call, as_bdl(outer, layout), outer_state)
     return Gradients(*(g and arrays.give_back(g, grad_y) for g in gradients))
 
 
-class Call(NamedTuple):
-    """The borrowed arrays of a call, x seen as (B, D, L), and its problem."""
-
-    x: Array
-    weight: Array
-    weight_shape: tuple
-    bias: Array
-    initial_state: Array
-    silu: bool
-    layout: str
-    problem: Problem
-
-
-def _empty_like(x, layout):
-    """An array for what has x's shape, contiguous in the caller's layout, seen as (B, D, L)."""
-    B, D, L = x.shape
-    shape = (B, D, L) if layout == "bdl" else (B, L, D)
-    return arrays.empty(shape, x.dtype, x)
-
-
 def _borrow(operator, x, weight, bias, activation, layout, seq_idx, initial_state):
+    """The call of a public function; everything wrong raises here."""
     check_options(activation, layout)
-    checks.not_yet("seq_idx", seq_idx, None)
-    x = arrays.borrow("x", x, operator)
-    checks.floating("x", x)
-    if len(x.shape) != 3:
+    given = arrays.borrow("x", x, operator)
+    checks.floating("x", given)
+    if len(given.shape) != 3:
         axes = "(B, D, L)" if layout == "bdl" else "(B, L, D)"
-        raise ValueError(checks.sentence("x", f"shape {axes}", x.shape, "add or flatten axes"))
-    x = as_bdl(x, layout)
+        raise ValueError(checks.sentence("x", f"shape {axes}", given.shape, "add or flatten axes"))
+    axes = AXES[layout]
+    x = given.seen_as(*axes)
     weight, bias, weight_shape = borrow_filter(operator, x, weight, bias)
-    W, S, state_dtype = weight.shape[1], weight.shape[1] - 1, x.dtype
+    B, D, _ = x.shape
+    states, state_dtype = (B, D, weight.shape[1] - 1), x.dtype
     if initial_state is not None:
         initial_state = arrays.borrow("initial_state", initial_state, operator)
-        check_state("initial_state", initial_state, x, x.shape[0], W)
-        S, state_dtype = initial_state.shape[2], initial_state.dtype
-    dtypes = x.dtype, weight.dtype, bias.dtype if bias else weight.dtype, state_dtype
-    across = abs(x.strides[1]) < abs(x.strides[2])
-    problem = Problem(*x.shape, W, S, dtypes, WHOLE, "int32", across, 0, x.device)
-    silu = activation is not None
-    return Call(x, weight, weight_shape, bias, initial_state, silu, layout, problem)
-
-
-@lru_cache(maxsize=1024)
-def plan(problem, limits, backward=False):
-    """The plan of a problem on a device with these limits.
-
-    A warp reads along whichever axis lies closest in memory. The length is cut where that is needed
-    to fill the device.
-    """
-    B, D, L, W, _, dtypes, sequences, index_dtype, across, pack, _ = problem
-    size = DTYPE_SIZES[dtypes[0]]
-    numbers = 8 if problem.real == "float64" else 4
-    warps = limits.multiprocessors * WARPS_TO_FILL
-    if across:
-        weights = (NUMBERS_BACKWARD if backward else NUMBERS_FORWARD) * 4 // numbers
-        pack = min(pack, power_of_2_below(max(weights // W, 1)))
-        lanes = power_of_2_above(min(WARP, -(-D // pack)))
-        tiles, groups = -(-D // (pack * lanes)), WARPS * WARP // lanes
-        run = L * B * tiles * lanes // max(warps * WARP, 1)
-        length = max(SHORTEST_RUN, min(run, LONGEST_RUN)) // 4 * 4
-        parts = max(1, -(-L // (length * groups)))
-        grid = B * tiles * parts
-    else:
-        adjacent, pack = pack > 0, PACK_BYTES // size
-        lanes = power_of_2_above(min(WARP, max(-(-(L + pack - 1) // pack), -(-(W - 1) // pack), 1)))
-        tile, rows = lanes * pack, -(-B * D * lanes // WARP)
-        tiles = max(1, -(-(L + pack - 1) // tile))
-        segments = max(1, min(tiles // TILES, warps // max(rows, 1)))
-        length = tile * -(-tiles // segments)
-        parts = -(-tiles * tile // length)
-        grid = -(-rows * parts // WARPS)
-    types = zip(("X_T", "WEIGHT_T", "BIAS_T", "STATE_T"), dtypes, strict=True)
-    macros = (
-        *((name, C_TYPES[dtype]) for name, dtype in types),
-        ("REAL", C_TYPES[problem.real]),
-        ("WIDTH", W),
-        ("ACROSS", int(across)),
-        ("PACK", pack),
-        ("LANES", lanes),
-        ("WARPS", WARPS),
-        ("ADJACENT", int(across or adjacent)),
-        ("SEQUENCES", sequences),
-        ("INDEX_T", C_TYPES[index_dtype]),
-    )
-    return Plan(macros, grid, WARP * WARPS, length, parts)
-
-
-def power_of_2_above(n):
-    """The least power of 2 that is n or more."""
-    return 1 << (n - 1).bit_length()
-
-
-def power_of_2_below(n):
-    """The greatest power of 2 that is n or less."""
-    return 1 << (n.bit_length() - 1)
-
-
-def problem_of(call, *tensors):
-    """The problem of a call for the kernels: how x and the tensors like it lie in memory."""
-    B, D, L = call.x.shape
-    x = call.x
-    across = call.problem.across
-    if across:
-        most = PACK_BYTES // DTYPE_SIZES[x.dtype]
-        pack = min(most, *(_channels_at_once(tensor, most) for tensor in (x, *tensors)))
-    else:
-        pack = int(all(tensor.strides[2] == 1 for tensor in (x, *tensors)))
-    return call.problem._replace(pack=pack)
-
-
-def _channels_at_once(x, most):
-    """Of how many neighbouring channels the elements lie in one aligned place."""
-    B, D, L = x.shape
-    if x.strides[1] != 1:
-        return 1
-    strides = [stride for n, stride in ((B, x.strides[0]), (L, x.strides[2])) if n > 1]
-    places = [D, x.pointer // DTYPE_SIZES[x.dtype], *strides]
-    return math.gcd(most, *places)
-
-
-def _forward(call, with_state):
-    """y, and the final state or None."""
-    problem = call.problem
-    B, D, L, _, S, dtypes, *_ = problem
-    y = _empty_like(call.x, call.layout)
-    final_state = arrays.empty((B, D, S), dtypes[3], call.x) if with_state else None
-    y_seen = as_bdl(y, call.layout)
-    if problem.device == HOST:
-        inputs = (x and x.numpy() for x in (call.x, call.weight, call.bias, call.initial_state))
-        host.forward(*inputs, call.silu, y_seen.numpy(), final_state and final_state.numpy())
-        return y, final_state
-    if y.size or (final_state and final_state.size):
-        how = plan(problem_of(call, y_seen), kernels.device_limits(problem.device))
-        args = (
-            *_shared_args(call),
-            *y_seen.flat,
-            *(final_state.flat if final_state else NOTHING),
-            *(how.length, how.parts),
-        )
-        with arrays.launching(call.x, call.weight, call.bias, call.initial_state) as launch:
-            launch(FORWARD, "causal_conv1d_forward", how.macros, max(how.grid, 1), how.block, args)
-    return y, final_state
-
-
-def _shared_args(call):
-    """What forward and backward take."""
-    B, D, L, _, S, *_ = call.problem
-    return (
-        *call.x.flat,
-        *call.weight.flat,
-        *(call.bias.flat if call.bias else NOTHING[:2]),
-        *(call.initial_state.flat if call.initial_state else NOTHING),
-        *NOTHING,
-        *(B, D, L, S, B, int(call.silu)),
+        check_state("initial_state", initial_state, x, B, weight.shape[1])
+        states, state_dtype = tuple(initial_state.shape), initial_state.dtype
+    index = _borrow_index(operator, x, seq_idx)
+    return Call(
+        *(x, weight, bias, initial_state, index, activation is not None),
+        *(INDEXED if index else WHOLE, states, state_dtype, given.shape, axes, weight_shape),
     )
 
 
-def _backward(call, grad_y, grad_final_state):
-    """Gradients as borrowed arrays, by name."""
-    problem = call.problem
-    B, D, L, W, S, dtypes, *_ = problem
-    grad_x = _empty_like(call.x._replace(library=grad_y.library), call.layout)
-    grad_weight = arrays.empty(call.weight_shape, dtypes[1], grad_y)
-    grad_bias = arrays.empty((D,), dtypes[2], grad_y) if call.bias else None
-    grad_initial = arrays.empty((B, D, S), dtypes[3], grad_y) if call.initial_state else None
-    gradients = Gradients(grad_x, grad_weight, grad_bias, grad_initial)
-    grad_x_seen = as_bdl(grad_x, call.layout)
-    inputs = call.x, call.weight, call.bias, call.initial_state
-    if problem.device == HOST:
-        host.backward(
-            grad_y.numpy(),
-            *(x and x.numpy() for x in inputs),
-            call.silu,
-            grad_final_state and grad_final_state.numpy(),
-            grad_x_seen.numpy(),
-            grad_weight.numpy().reshape(D, W),
-            grad_bias and grad_bias.numpy(),
-            grad_initial and grad_initial.numpy(),
-        )
-        return gradients
-    limits = kernels.device_limits(problem.device)
-    how = plan(problem_of(call, grad_y, grad_x_seen), limits, backward=True)
-    partials = arrays.empty((B * how.parts, D, W + 1), problem.real, grad_y)
-    with arrays.launching(grad_y, *inputs, grad_final_state) as launch:
-        if how.grid:
-            args = (
-                *_shared_args(call),
-                *grad_y.flat,
-                *(grad_final_state.flat if grad_final_state else NOTHING),
-                *grad_x_seen.flat,
-                *(grad_initial.flat if grad_initial else NOTHING),
-                partials.pointer,
-                *(how.length, how.parts),
-            )
-            launch(BACKWARD, "causal_conv1d_backward", how.macros, how.grid, how.block, args)
-        if D:
-            args = partials.pointer, B * how.parts, D, grad_weight.pointer
-            args += (grad_bias.pointer if grad_bias else 0,)
-            blocks = -(-D * (W + 1) // WARP)
-            name = "causal_conv1d_sum_partials"
-            launch(BACKWARD, name, how.macros, blocks, WARP * SLICES, args)
-    return gradients
+def _borrow_index(operator, x, seq_idx):
+    """seq_idx (B, L) borrowed, or None."""
+    if seq_idx is None:
+        return None
+    index, _ = arrays.index_array("seq_idx", seq_idx, x, operator)
+    B, _, L = x.shape
+    checks.shape("seq_idx", index, (B, L), "(B, L)", "pass one index a position, in either layout")
+    checks.same_device("seq_idx", index, "x", x)
+    return index
