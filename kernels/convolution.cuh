@@ -77,7 +77,7 @@ template <class Real, int W> struct Filter {
     }
 };
 
-template <class Real, int W> __device__ __forceinline__ void push(Real (&window)[W], Real newest) {
+template <class T, int W> __device__ __forceinline__ void push(T (&window)[W], T newest) {
 #pragma unroll
     for (int k = 0; k < W - 1; ++k) window[k] = window[k + 1];
     window[W - 1] = newest;

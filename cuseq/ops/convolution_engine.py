@@ -91,8 +91,9 @@ def forward(call, with_state):
     elif y.size or (final_state and final_state.size):
         how = plan(call.problem(y_seen), kernels.device_limits(call.x.device))
         with arrays.launching(*call.borrowed) as launch:
+            sources = _sources(launch, call, with_state)  # named, so that it is not freed yet
             args = (
-                *_shared_args(call, _sources(launch, call, with_state)),
+                *_shared_args(call, sources),
                 *y_seen.flat,
                 *(final_state.flat if final_state else NOTHING),
                 *(how.length, how.parts),
@@ -119,8 +120,9 @@ def backward(call, grad_y, grad_final_state):
     partials = arrays.empty((parts, D, W + 1), problem.real, grad_y)
     with arrays.launching(grad_y, *call.borrowed, grad_final_state) as launch:
         if how.grid or (grad_initial and grad_initial.size):
+            sources = _sources(launch, call, grad_final_state)
             args = (
-                *_shared_args(call, _sources(launch, call, grad_final_state)),
+                *_shared_args(call, sources),
                 *grad_y.flat,
                 *(grad_final_state.flat if grad_final_state else NOTHING),
                 *grad_x_seen.flat,
