@@ -21,13 +21,6 @@ from tests.tolerances import assert_close
 pytestmark = pytest.mark.filterwarnings("error")
 
 
-@pytest.fixture(autouse=True)
-def in_host_memory(request):
-    """The kernels do not have seq_idx yet."""
-    if request.node.get_closest_marker("gpu"):
-        pytest.skip("seq_idx on a CUDA device comes later")
-
-
 ROWS = np.array(
     [
         [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],  # one sequence

@@ -22,13 +22,6 @@ from tests.tolerances import assert_close
 pytestmark = pytest.mark.filterwarnings("error")
 
 
-@pytest.fixture(autouse=True)
-def in_host_memory(request):
-    """The kernels do not have packed sequences yet."""
-    if request.node.get_closest_marker("gpu"):
-        pytest.skip("packed sequences on a CUDA device come later")
-
-
 # (lengths, D, W, width): width is that of the initial states, None without them
 SIZES = [
     ((), 3, 4, 3),

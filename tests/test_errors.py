@@ -525,22 +525,6 @@ def test_options_that_are_fine(function, options):
         function(*two_pairs(function), **options)
 
 
-@every_cuda_place
-@every_by_row
-def test_seq_idx_on_a_cuda_device_comes_later(place, name):
-    function, arrays = convolution(place, name)
-    index = np.zeros((2, 9), np.int32)
-    for form in (place.array(index), index, index.tolist()):
-        refused(NotImplementedError, "seq_idx", function, **arrays, seq_idx=form)
-
-
-@every_cuda_place
-@every_packed
-def test_packed_sequences_on_a_cuda_device_come_later(place, name):
-    function, arrays = convolution(place, name)
-    refused(NotImplementedError, "x", function, **arrays)
-
-
 @over_functions(OF_SERIES)
 @pytest.mark.parametrize("cost", ["sqeuclid", "", None, 2, abs, ["sqeuclidean"]], ids=str)
 def test_names_of_costs(function, cost):

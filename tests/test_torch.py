@@ -102,7 +102,7 @@ def test_causal_conv1d_derivative(place, layout, activation):
 SEQ_IDX = [[-1, 0, 0, 3, 3, 0, 0], [4, 4, 4, 4, 4, 4, -2]]
 
 
-@over([TORCH_CPU])  # on CUDA later
+@every_device
 @pytest.mark.parametrize("L", [7, 3])
 def test_causal_conv1d_derivative_by_index(place, L):
     index = [row[:L] for row in SEQ_IDX]
@@ -117,7 +117,7 @@ def test_causal_conv1d_derivative_by_index(place, L):
         gradcheck(lambda x, weight: function(x, weight, None, None), *conv_tensors(place, L=L)[:2])
 
 
-@over([TORCH_CPU])  # on CUDA later
+@every_device
 @pytest.mark.parametrize("ends", [[0, 2, 2, 7], [0, 0, 7]], ids=str)
 def test_causal_conv1d_varlen_derivative(place, ends):
     _, weight, bias, state = conv_tensors(place, B=len(ends) - 1, S=4)
@@ -133,7 +133,7 @@ def test_causal_conv1d_varlen_derivative(place, ends):
         gradcheck(lambda x, weight: function(x, weight, None, None), x, weight)
 
 
-@over([TORCH_CPU])  # on CUDA later
+@every_device
 def test_indices_that_change_before_the_backward(place):
     x, weight, bias, state = conv_tensors(place)
     index = place.array(np.array(SEQ_IDX))

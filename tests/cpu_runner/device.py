@@ -37,7 +37,7 @@ class OnDevice(arrays.NumPy):
         if dtype == "uint8":  # scratch: NaN, and letters as if the second stripe had sent them
             x.view(np.int64).fill(2**33 - 1)
         else:
-            x.fill(np.nan)
+            x.fill(np.nan if x.dtype.kind in "fV" else np.iinfo(x.dtype).min)
         return OnDevice.borrow("", x, "")
 
     @staticmethod
