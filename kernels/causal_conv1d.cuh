@@ -28,6 +28,7 @@ constexpr bool QUICK = sizeof(X_T) == 2;  // see sigmoid
 
 typedef Filter<Real, WIDTH> Weights;
 typedef Pack<X_T, PACK> Elements;
+typedef INDEX_T Id;  // of a sequence
 
 // The inputs of one channel of a sequence: x from start to end - 1, and the state before.
 struct Inputs {
@@ -72,8 +73,8 @@ struct Call {  // what both directions read
         return inputs;
     }
     // INDEXED: the index of a position; inputs before position 0 have its index.
-    __device__ __forceinline__ Index index_of(Index batch, Index position) const {
-        return Index(index[batch * index_b + min(max(position, Index(0)), L - 1) * index_l]);
+    __device__ __forceinline__ Id index_of(Index batch, Index position) const {
+        return index[batch * index_b + min(max(position, Index(0)), L - 1) * index_l];
     }
     // PACKED: the sequence that a position is in, or the first one behind it.
     __device__ Index sequence_of(Index position) const {
@@ -194,7 +195,7 @@ __device__ __forceinline__ void write(const Row<X_T>& row, Index first, Index L,
 
 // INDEXED: the indices of `count` positions from `first` on.
 template <int count> struct Indices {
-    Index at[count];
+    Id at[count];
     __device__ __forceinline__ void read(const Call& call, Index batch, Index first) {
 #pragma unroll
         for (int k = 0; k < count; ++k) at[k] = call.index_of(batch, first + k);
@@ -202,7 +203,7 @@ template <int count> struct Indices {
 };
 
 // The inputs of a position, the newest last, without those that it does not see.
-__device__ __forceinline__ void keep_seen(const Index* indices, const Real* window, Real (&seen)[WIDTH]) {
+__device__ __forceinline__ void keep_seen(const Id* indices, const Real* window, Real (&seen)[WIDTH]) {
 #pragma unroll
     for (int k = 0; k < WIDTH; ++k) {
         bool sees = indices[k] == indices[BEFORE] && indices[BEFORE] >= 0;
@@ -253,10 +254,16 @@ struct Current {
 __device__ __forceinline__ void read_before(const Call& call, const Walk& walk, const Current& current, Index position,
                                             Real (&windows)[PACK][WIDTH]) {
 #pragma unroll
-    for (int c = 0; c < PACK; ++c) {
-        Inputs inputs{{nullptr, 0}, {nullptr, 0}, 0, 0, 0};
-        if (current.exists) inputs = call.inputs(walk.batch, current.sequence, walk.channel + c);
+    for (int k = 1; k < WIDTH; ++k) {
+        Index before = position - WIDTH + k;
+        Elements pack{};
+        if (current.exists && before >= current.start) read_channels(call.x, walk.batch, walk.channel, before, pack);
 #pragma unroll
-        for (int k = 1; k < WIDTH; ++k) windows[c][k] = inputs.at(position - WIDTH + k);
+        for (int c = 0; c < PACK; ++c) windows[c][k] = widen<Real>(pack.at[c]);
+        if (!call.initial.data || !current.exists || before >= current.start) continue;
+        Index column = call.S + before - current.start;
+#pragma unroll
+        for (int c = 0; c < PACK; ++c)
+            windows[c][k] = widen<Real>(call.initial.row(current.sequence, walk.channel + c)[column]);
     }
 }

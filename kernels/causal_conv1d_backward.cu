@@ -161,7 +161,7 @@ __device__ void backward_across(const Call& call, const Gradients& grad, Index r
                     read_before(call, walk, current, t, windows);
                 }
                 if (SEQUENCES == INDEXED) push(indices.at, call.index_of(walk.batch, t));
-                if (SEQUENCES == PACKED) push(indices.at, exists && current.exists ? current.sequence : Index(-1));
+                if (SEQUENCES == PACKED) push(indices.at, exists && current.exists ? Id(current.sequence) : Id(-1));
                 if (SEQUENCES != WHOLE) exists = exists && indices.at[BEFORE] >= 0;
                 Elements results;
 #pragma unroll
