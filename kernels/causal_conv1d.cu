@@ -14,6 +14,8 @@
 #include "causal_conv1d.cuh"
 
 constexpr int AHEAD = 4;  // positions whose packs are read at once, ACROSS
+// Blocks of threads for which a multiprocessor's registers have to suffice.
+constexpr int RESIDENT = WIDTH > 4 || sizeof(Real) == 8 ? 1 : ACROSS ? (SEQUENCES == WHOLE ? 4 : 3) : 8;
 
 __device__ void forward_along(const Call& call, const Tensor<X_T>& y, Index segment_length, Index segments) {
     Strip strip(call, y, segment_length, segments);
@@ -95,7 +97,7 @@ __device__ void keep_last(const Call& call, const Tensor<STATE_T>& final_state) 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 causal_conv1d_forward(const X_T* x /* [B, D, L] */, Index x_b, Index x_d, Index x_l,
                       const WEIGHT_T* weight /* [D, W] */, Index weight_d, Index weight_k,
                       const BIAS_T* bias /* [D] or null */, Index bias_d,

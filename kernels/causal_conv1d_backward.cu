@@ -18,6 +18,8 @@
 
 constexpr int AHEAD = 2;         // positions whose packs are read at once, ACROSS
 constexpr int SUMS = WIDTH + 1;  // gradients of a channel: weights, then the bias
+// Blocks of threads for which a multiprocessor's registers have to suffice.
+constexpr int RESIDENT = WIDTH > 4 || sizeof(Real) == 8 ? 1 : ACROSS ? (SEQUENCES == WHOLE ? 3 : 2) : SEQUENCES == WHOLE ? 6 : 4;
 
 struct Gradients {
     Tensor<const X_T> y;
@@ -267,7 +269,7 @@ __device__ void into_initial_states(const Call& call, const Gradients& grad) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 causal_conv1d_backward(const X_T* x /* [B, D, L] */, Index x_b, Index x_d, Index x_l,
                        const WEIGHT_T* weight /* [D, W] */, Index weight_d, Index weight_k,
                        const BIAS_T* bias /* [D] or null */, Index bias_d,

@@ -8,7 +8,7 @@ from cuseq.runtime.kernels import C_TYPES
 WARP = 32
 WARPS = 4  # of a block
 PACK_BYTES = 16  # that a lane reads at once
-NUMBERS_FORWARD, NUMBERS_BACKWARD = 64, 16  # weights of a pack of channels in registers, ACROSS
+NUMBERS_FORWARD, NUMBERS_BACKWARD = 32, 16  # weights of a pack of channels in registers, ACROSS
 WARPS_TO_FILL = 32  # a multiprocessor, as far as there is work for so many
 SHORTEST_RUN, LONGEST_RUN = 16, 128  # positions that a lane walks over, ACROSS
 TILES = 4  # of a segment, at least, ALONG
