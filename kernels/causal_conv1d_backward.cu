@@ -72,11 +72,11 @@ __device__ void backward_along(const Call& call, const Gradients& grad, Index se
     Index tiles = (min(segment_length, call.L + PACK - 1 - segment * segment_length) + TILE - 1) / TILE;
     bool beyond = segment < segments - 1;  // g of the first positions of the next segment is needed
     for (Index tile = tiles - !beyond; tile >= 0; --tile) {
-        bool own = strip.exists && tile < tiles;
         Index first = strip.first + tile * TILE;
+        bool reaches = strip.exists && first < call.L, own = reaches && tile < tiles;
         Real g[PACK] = {};
         Indices<BEFORE + PACK + BEFORE> indices;
-        if (own || (strip.exists && lane * PACK < BEFORE)) {
+        if (own || (reaches && lane * PACK < BEFORE)) {
             Real u[SLOTS * PACK], grad_y[PACK];
             read<SLOTS>(inputs, first - OWN, u);
             read<1>(outer, first, grad_y);
