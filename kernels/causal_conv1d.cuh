@@ -223,7 +223,7 @@ struct Walk {  // of a lane: its channels, and its positions first .. end - 1
         channel = (block / walks % tiles * LANES + threadIdx.x % LANES) * PACK;
         first = walk * run;
         end = min(first + run, call.L);
-        exists = batch < call.B && channel < call.D;  // packs divide the channels
+        exists = batch < call.B && channel < call.D && first < end;  // packs divide the channels
     }
 };
 

@@ -135,7 +135,7 @@ __device__ void backward_along(const Call& call, const Gradients& grad, Index se
 __device__ void backward_across(const Call& call, const Gradients& grad, Index run, Index walks) {
     Walk walk(call, run, walks);
     Real totals[PACK][SUMS] = {};
-    if (walk.exists && walk.first < walk.end) {
+    if (walk.exists) {
         Weights filters[PACK];
 #pragma unroll
         for (int c = 0; c < PACK; ++c) filters[c] = call.filter(walk.channel + c);
