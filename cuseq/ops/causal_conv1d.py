@@ -25,7 +25,6 @@ def causal_conv1d(
         seq_idx: (B, L) in either layout, int32 or int64, from any library or as nested sequences,
             or None: the sequence that each position belongs to. A position sees only inputs of its
             own sequence; a negative index is padding, with y = 0, which nobody sees, NaN included.
-            Host memory only in this release.
         initial_state: (B, D, S) with S >= W - 1, the inputs before the first, newest last, or None.
             With seq_idx it belongs to the sequence of position 0.
 
@@ -37,7 +36,6 @@ def causal_conv1d(
         ValueError: for shapes or options that do not fit, arrays on different devices, or a tensor
             that autograd follows.
         TypeError: for dtypes that are not floating, and for what is no array.
-        NotImplementedError: for seq_idx on a CUDA device, which this release does not have.
 
     Source: A. Gu and T. Dao, "Mamba: linear-time sequence modeling with selective state spaces",
     2023, section 3.4.

@@ -18,11 +18,12 @@ def causal_conv1d_varlen(x, weight, bias=None, *, cu_seqlens, activation=None, i
 
     Args:
         x: (T, D), the sequences one after the other; float64, float32, float16 or bfloat16, from
-            any library, any strides, in host memory (a CUDA device comes in a later release).
+            any library, any strides, in host memory or on a CUDA device.
         weight: (D, W) or (D, 1, W), 1 <= W <= 32, of any of these dtypes.
         bias: (D,) or None, of any of these dtypes.
         cu_seqlens: (S + 1,) int32 or int64, or a sequence: where the S sequences begin, and T. The
-            first is 0, the last T, none is below the one before. A sequence may be empty.
+            first is 0, the last T, none is below the one before. A sequence may be empty. Where it
+            is on a CUDA device, rows of x that no such sequence has get NaN instead of an error.
         activation: None, "silu" or its other name "swish".
         initial_state: (S, D, width) with width >= W - 1, the inputs before the first of each
             sequence, newest last, of any of these dtypes, or None.
@@ -35,7 +36,6 @@ def causal_conv1d_varlen(x, weight, bias=None, *, cu_seqlens, activation=None, i
         ValueError: for shapes or options that do not fit, cu_seqlens that are none (where they are
             on the host), arrays on different devices, or a tensor that autograd follows.
         TypeError: for dtypes that do not fit, and for what is no array.
-        NotImplementedError: for arrays on a CUDA device, in this release.
 
     Source: A. Gu and T. Dao, "Mamba: linear-time sequence modeling with selective state spaces",
     2023, section 3.4.
