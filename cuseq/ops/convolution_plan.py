@@ -1,4 +1,4 @@
-"""The plan of a causal convolution: how the kernels run a problem. A pure function, as all plans."""
+"""The plan of a causal convolution: how kernels run a problem, by it and the device alone."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -69,10 +69,9 @@ def plan(problem, limits, backward=False):
         grid = B * tiles * parts
     else:
         adjacent, pack = pack > 0, PACK_BYTES // SIZES[dtypes[0]]
-        packs = max(-(-(L + pack - 1) // pack), -(-(W - 1) // pack), 1)
-        lanes = _power_of_2_above(min(WARP, packs))
+        lanes = _power_of_2_above(min(WARP, max(-(-L // pack), -(-(W - 1) // pack), 1)))
         tile, rows = lanes * pack, -(-B * D * lanes // WARP)
-        tiles = max(1, -(-(L + pack - 1) // tile))
+        tiles = max(1, -(-(L + pack - 1) // tile))  # the first pack may begin before the row
         segments = max(1, min(tiles // TILES, warps // max(rows, 1)))
         length = tile * -(-tiles // segments)
         parts = -(-tiles * tile // length)
