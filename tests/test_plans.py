@@ -299,7 +299,8 @@ def test_tiles_along_a_row(dtype, B, D, W):
         tile, tiles = tiles_of(how, macros, L)
         assert pack == PACKS[dtype] and lanes in (1, 2, 4, 8, 16, 32)
         assert tile >= W - 1
-        assert lanes == 32 or (tiles == 1 and lanes // 2 * pack < max(L + pack - 1, W - 1))
+        assert lanes == 32 or tile >= L  # so that it is one tile, or two of a row that is shifted
+        assert lanes == 1 or lanes // 2 * pack < max(L, W - 1)
         assert how.length % tile == 0
         assert how.parts * how.length >= L + pack - 1
         assert (how.parts - 1) * how.length < L + pack - 1
@@ -320,17 +321,19 @@ def test_segments_along_a_row_fill_the_device_and_no_more(B, D):
     assert conv_plan(64, 2048, 100_000)[0].parts == 1
 
 
-@pytest.mark.parametrize("real, numbers", [("float32", (64, 16)), ("float64", (32, 8))])
+@pytest.mark.parametrize("real", ["float32", "float64"])
 @pytest.mark.parametrize("W", [1, 2, 3, 4, 8, 9, 16, 32])
 @pytest.mark.parametrize("pack", [1, 2, 4, 8])
 @pytest.mark.parametrize("backward", [False, True])
-def test_weights_of_a_pack_of_channels_are_in_registers(real, numbers, W, pack, backward):
+def test_weights_of_a_pack_of_channels_are_in_registers(real, W, pack, backward):
+    numbers = (convolution_plan.NUMBERS_FORWARD, convolution_plan.NUMBERS_BACKWARD)[backward]
+    numbers = numbers // 2 if real == "float64" else numbers
     dtypes = ("float16", real, "float32", "float32")
     options = {"across": ACROSS, "pack": pack, "W": W, "dtypes": dtypes, "backward": backward}
     _, macros = conv_plan(2, 640, 1000, **options)
     assert pack % macros["PACK"] == 0
-    assert macros["PACK"] == 1 or macros["PACK"] * W <= numbers[backward]
-    assert macros["PACK"] == pack or 2 * macros["PACK"] * W > numbers[backward]
+    assert macros["PACK"] == 1 or macros["PACK"] * W <= numbers
+    assert macros["PACK"] == pack or 2 * macros["PACK"] * W > numbers
 
 
 @pytest.mark.parametrize("backward", [False, True])
