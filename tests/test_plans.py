@@ -384,6 +384,12 @@ def test_plan_of_an_update(B, D, blocks):
     assert (macros["SEQLENS_T"], macros["INDEX_T"]) == ("long long", "int")
 
 
+@pytest.mark.parametrize("S, columns", [(3, 3), (8, 8), (9, 0), (1000, 0)])
+def test_columns_of_a_state_are_in_registers_where_they_are_few(S, columns):
+    problem = causal_conv1d_update.Problem(2, 3, 1, 4, 9, S, ("float32",) * 4 + ("int32",) * 2, 0)
+    assert dict(causal_conv1d_update.plan(problem).macros)["COLUMNS"] == columns
+
+
 def test_plans_are_cached():
     assert dtw_plan(3, 40)[0] is dtw_plan(3, 40)[0]
     assert conv_plan(3, 4, 5)[0] is conv_plan(3, 4, 5)[0]
