@@ -6,6 +6,11 @@ from cuseq.ops.causal_conv1d import (
     causal_conv1d_with_state,
 )
 from cuseq.ops.causal_conv1d_update import causal_conv1d_update
+from cuseq.ops.causal_conv1d_varlen import (
+    causal_conv1d_varlen,
+    causal_conv1d_varlen_backward,
+    causal_conv1d_varlen_with_state,
+)
 from cuseq.ops.soft_dtw import (
     soft_dtw,
     soft_dtw_alignment,
@@ -24,6 +29,9 @@ __all__ = [
     "causal_conv1d",
     "causal_conv1d_backward",
     "causal_conv1d_update",
+    "causal_conv1d_varlen",
+    "causal_conv1d_varlen_backward",
+    "causal_conv1d_varlen_with_state",
     "causal_conv1d_with_state",
     "soft_dtw",
     "soft_dtw_alignment",

@@ -11,6 +11,7 @@ import torch
 
 from cuseq.ops import causal_conv1d as convolution
 from cuseq.ops import causal_conv1d_update as step
+from cuseq.ops import causal_conv1d_varlen as packed
 from cuseq.ops import soft_dtw as alignment
 from cuseq.ops import soft_dtw_from_cost as from_cost
 from cuseq.runtime import checks
@@ -19,6 +20,8 @@ __all__ = [
     "SoftDTWLoss",
     "causal_conv1d",
     "causal_conv1d_update",
+    "causal_conv1d_varlen",
+    "causal_conv1d_varlen_with_state",
     "causal_conv1d_with_state",
     "soft_dtw",
     "soft_dtw_from_cost",
@@ -58,21 +61,34 @@ class _SoftDTWFromCost(torch.autograd.Function):
         return from_cost.backward(grad_values, C, values, kept, **ctx.options), None
 
 
+_BY_ROW = (
+    "causal_conv1d",
+    convolution.causal_conv1d_with_state,
+    convolution.causal_conv1d_backward,
+)
+_PACKED = (
+    "causal_conv1d_varlen",
+    packed.causal_conv1d_varlen_with_state,
+    packed.causal_conv1d_varlen_backward,
+)
+
+
 class _CausalConv1d(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, initial_state, activation, layout):
-        ctx.save_for_backward(x, weight, bias, initial_state)
-        ctx.options = {"activation": activation, "layout": layout}
+    def forward(ctx, operator, x, weight, bias, initial_state, options):
+        _, with_state, _ = operator
+        ctx.operator, ctx.options = operator, options
+        indices = filter(torch.is_tensor, options.values())
+        ctx.save_for_backward(x, weight, bias, initial_state, *indices)
         ctx.set_materialize_grads(False)
-        return convolution.causal_conv1d_with_state(
-            x, weight, bias, initial_state=initial_state, **ctx.options
-        )
+        return with_state(x, weight, bias, initial_state=initial_state, **options)
 
     @staticmethod
     def backward(ctx, grad_y, grad_final_state):
-        _refuse_second_derivative("causal_conv1d")
-        x, weight, bias, initial_state = ctx.saved_tensors
-        grads = convolution.causal_conv1d_backward(
+        name, _, backward = ctx.operator
+        _refuse_second_derivative(name)
+        x, weight, bias, initial_state, *_ = ctx.saved_tensors
+        grads = backward(
             torch.zeros_like(x) if grad_y is None else grad_y,
             x,
             weight,
@@ -81,7 +97,7 @@ class _CausalConv1d(torch.autograd.Function):
             grad_final_state=grad_final_state,
             **ctx.options,
         )
-        return *grads, None, None
+        return None, *grads, None
 
 
 def _refuse_second_derivative(operator):
@@ -238,18 +254,53 @@ def causal_conv1d_with_state(
     >>> state.shape
     torch.Size([2, 4, 2])
     """
+    options = {"activation": activation, "layout": layout, "seq_idx": seq_idx}
+    if _needs_grad(x, weight, bias, initial_state):
+        return _CausalConv1d.apply(_BY_ROW, x, weight, bias, initial_state, options)
+    return convolution.causal_conv1d_with_state(
+        x, weight, bias, initial_state=initial_state, **options
+    )
+
+
+def causal_conv1d_varlen(x, weight, bias=None, *, cu_seqlens, activation=None, initial_state=None):
+    """Causal depthwise convolution of packed sequences, differentiable as `causal_conv1d` is.
+
+    Arguments, values and errors as `cuseq.causal_conv1d_varlen`.
+
+    >>> import torch, cuseq.torch
+    >>> x = torch.ones(10, 4, requires_grad=True)
+    >>> y = cuseq.torch.causal_conv1d_varlen(x, torch.ones(4, 3), cu_seqlens=[0, 7, 10])
+    >>> y.sum().backward()
+    >>> x.grad[:, 0]
+    tensor([3., 3., 3., 3., 3., 2., 1., 3., 2., 1.])
+    """
+    options = {"cu_seqlens": cu_seqlens, "activation": activation}
     if not _needs_grad(x, weight, bias, initial_state):
-        return convolution.causal_conv1d_with_state(
-            x,
-            weight,
-            bias,
-            activation=activation,
-            layout=layout,
-            seq_idx=seq_idx,
-            initial_state=initial_state,
-        )
-    checks.not_yet("seq_idx", seq_idx, None)
-    return _CausalConv1d.apply(x, weight, bias, initial_state, activation, layout)
+        return packed.causal_conv1d_varlen(x, weight, bias, initial_state=initial_state, **options)
+    y, _ = _CausalConv1d.apply(_PACKED, x, weight, bias, initial_state, options)
+    return y
+
+
+def causal_conv1d_varlen_with_state(
+    x, weight, bias=None, *, cu_seqlens, activation=None, initial_state=None
+):
+    """Causal depthwise convolution of packed sequences with their states: (y, final_state).
+
+    Differentiable, through final_state as well. Arguments, values and errors as
+    `cuseq.causal_conv1d_varlen_with_state`.
+
+    >>> import torch, cuseq.torch
+    >>> x, weight = torch.ones(10, 4), torch.ones(4, 3)
+    >>> y, state = cuseq.torch.causal_conv1d_varlen_with_state(x, weight, cu_seqlens=[0, 7, 10])
+    >>> state.shape
+    torch.Size([2, 4, 2])
+    """
+    options = {"cu_seqlens": cu_seqlens, "activation": activation}
+    if _needs_grad(x, weight, bias, initial_state):
+        return _CausalConv1d.apply(_PACKED, x, weight, bias, initial_state, options)
+    return packed.causal_conv1d_varlen_with_state(
+        x, weight, bias, initial_state=initial_state, **options
+    )
 
 
 def causal_conv1d_update(

@@ -8,14 +8,72 @@
 // A negative index skips the row: y = 0, no state touched. An index beyond the pool or a negative
 // cache_seqlens gives NaN and touches no state.
 //
-// Work: one thread a channel of a row; T is small.
+// Work: one thread a channel of a row; T is small. A state of few columns is held in registers, so
+// that its columns are read and written side by side, not one after the other.
 // Launch: grid (B * ceil(D / THREADS)), block (THREADS).
-// Compiled with: X_T, WEIGHT_T, BIAS_T, STATE_T, SEQLENS_T, INDEX_T, REAL, WIDTH, THREADS.
+// Compiled with: X_T, WEIGHT_T, BIAS_T, STATE_T, SEQLENS_T, INDEX_T, REAL, WIDTH, THREADS; COLUMNS:
+// S where it is small, else 0.
 
 #include "common.cuh"
 #include "convolution.cuh"
 
 typedef REAL Real;
+
+constexpr bool QUICK = sizeof(X_T) == 2;  // see sigmoid
+
+struct Step {  // of a channel of a row
+    Row<const X_T> x;
+    Row<X_T> y;
+    Row<STATE_T> state;
+    Filter<Real, WIDTH> filter;
+    Index T, S;
+    bool silu;
+    // The outputs; `keep(x, t)` takes each new input. `window` has the inputs before.
+    template <class Keep> __device__ __forceinline__ void run(Real (&window)[WIDTH], Keep keep) const {
+        for (Index t = 0; t < T; ++t) {
+            Real newest = widen<Real>(x[t]);
+            push(window, newest);
+            y[t] = narrow<X_T>(activate<QUICK>(filter.apply(window), silu));
+            keep(narrow<STATE_T>(newest), t);
+        }
+    }
+};
+
+// The state is a ring, where x[0] belongs at `next`.
+__device__ __forceinline__ void step_ring(const Step& step, Index next) {
+    Real window[WIDTH];
+#pragma unroll
+    for (int k = 1; k < WIDTH; ++k) {
+        Index column = next - (WIDTH - k);
+        window[k] = widen<Real>(step.state[column < 0 ? column + step.S : column]);
+    }
+    step.run(window, [&](STATE_T newest, Index) {
+        if (step.S == 0) return;
+        step.state[next] = newest;
+        next = next + 1 < step.S ? next + 1 : 0;
+    });
+}
+
+// The state is shifted: in registers, if it is known how many columns it has.
+__device__ __forceinline__ void step_shift(const Step& step) {
+    Real window[WIDTH];
+    constexpr int some = COLUMNS > 0 ? COLUMNS : 1;
+    STATE_T columns[some];
+#pragma unroll
+    for (int s = 0; s < COLUMNS; ++s) columns[s] = step.state[s];
+#pragma unroll
+    for (int k = 1; k < WIDTH; ++k)
+        window[k] = widen<Real>(COLUMNS > 0 ? columns[COLUMNS - WIDTH + k] : step.state[step.S - WIDTH + k]);
+    step.run(window, [&](STATE_T newest, Index) {
+        if (COLUMNS > 0) push(columns, newest);
+    });
+#pragma unroll
+    for (int s = 0; s < COLUMNS; ++s) step.state[s] = columns[s];
+    if (COLUMNS > 0) return;
+    for (Index s = 0; s < step.S; ++s)  // upwards: a column is read before it is written
+        step.state[s] = s + step.T < step.S ? step.state[s + step.T]
+                                            : narrow<STATE_T>(widen<Real>(step.x[s + step.T - step.S]));
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 causal_conv1d_update(const X_T* x /* [B, D, T] */, Index x_b, Index x_d, Index x_t,
@@ -29,37 +87,20 @@ causal_conv1d_update(const X_T* x /* [B, D, T] */, Index x_b, Index x_d, Index x
     unsigned tiles = (D + THREADS - 1) / THREADS;
     Index b = blockIdx.x / tiles, d = Index(blockIdx.x % tiles) * THREADS + threadIdx.x;
     if (d >= D) return;
-    Row<const X_T> input = Tensor<const X_T>{x, x_b, x_d, x_t}.row(b, d);
-    Row<X_T> output = Tensor<X_T>{y, y_b, y_d, y_t}.row(b, d);
     Index row = state_indices ? Index(state_indices[b * state_indices_b]) : b;
     bool ring = cache_seqlens != nullptr;
     SEQLENS_T past = ring ? cache_seqlens[b * cache_seqlens_b] : 0;
-
+    Step step;
+    step.x = Tensor<const X_T>{x, x_b, x_d, x_t}.row(b, d);
+    step.y = Tensor<X_T>{y, y_b, y_d, y_t}.row(b, d);
+    step.T = T, step.S = COLUMNS > 0 ? COLUMNS : S, step.silu = silu != 0;
     if (row < 0 || row >= P || past < 0) {
         Real nothing = row < 0 ? Real(0) : not_a_number<Real>();
-        for (Index t = 0; t < T; ++t) output[t] = narrow<X_T>(nothing);
+        for (Index t = 0; t < T; ++t) step.y[t] = narrow<X_T>(nothing);
         return;
     }
-    Row<STATE_T> past_inputs = Tensor<STATE_T>{state, state_b, state_d, state_s}.row(row, d);
-    Filter<Real, WIDTH> filter;
-    filter.load(weight, weight_d, weight_k, bias, bias_d, d);
-    Real window[WIDTH];
-    int next = ring && S > 0 ? int(past % static_cast<SEQLENS_T>(S)) : int(S);  // where x[0] belongs
-#pragma unroll
-    for (int k = 1; k < WIDTH; ++k) {
-        int s = next - (WIDTH - k);
-        window[k] = widen<Real>(past_inputs[s < 0 ? s + S : s]);
-    }
-    for (Index t = 0; t < T; ++t) {
-        X_T newest = input[t];
-        push(window, widen<Real>(newest));
-        output[t] = narrow<X_T>(activate(filter.apply(window), silu));
-        if (!ring || S == 0) continue;
-        past_inputs[next] = narrow<STATE_T>(widen<Real>(newest));
-        next = next + 1 < S ? next + 1 : 0;
-    }
-    if (ring) return;
-    for (Index s = 0; s < S; ++s)  // upwards: a place is read before it is written
-        past_inputs[s] = s + T < S ? past_inputs[s + T]
-                                       : narrow<STATE_T>(widen<Real>(input[s + T - S]));
+    step.state = Tensor<STATE_T>{state, state_b, state_d, state_s}.row(row, d);
+    step.filter.load(weight, weight_d, weight_k, bias, bias_d, d);
+    if (!ring) step_shift(step);
+    else step_ring(step, step.S > 0 ? Index(past) % step.S : 0);
 }

@@ -9,6 +9,7 @@ import pytest
 import cuseq
 from cuseq.host import causal_conv1d as host_conv
 from cuseq.host import causal_conv1d_update as host_update
+from cuseq.host import causal_conv1d_varlen as host_packed
 from cuseq.host import soft_dtw as host_dtw
 from cuseq.runtime import kernels
 from tests import frameworks
@@ -19,6 +20,7 @@ from tests.frameworks import (
     TORCH_CPU,
     TORCH_CUDA,
     every_cuda_place,
+    every_host_place,
     every_place,
     home_of_state,
     over,
@@ -36,6 +38,7 @@ def nothing_runs(monkeypatch):
         host_dtw: ["forward", "backward", "alignment", "gamma_gradient"],
         host_conv: ["forward", "backward"],
         host_update: ["update"],
+        host_packed: ["forward", "backward"],
     }.items():
         for function in functions:
             monkeypatch.setattr(module, function, ran)
@@ -84,10 +87,12 @@ def convolution(place, name, **changed):
         "bias": normal(3),
         "initial_state": normal(2, 3, 3),
     }
+    if name in PACKED:
+        arrays |= {"x": normal(9, 3), "cu_seqlens": np.array([0, 5, 9])}
     if name == "causal_conv1d_update":
         arrays["state"] = arrays.pop("initial_state")
-    if name == "causal_conv1d_backward":
-        arrays = {"grad_y": normal(2, 3, 9), **arrays}
+    if name in BACKWARDS:
+        arrays = {"grad_y": normal(*arrays["x"].shape), **arrays}
     arrays.update(changed)
     brought = {k: place.array(x) if isinstance(x, np.ndarray) else x for k, x in arrays.items()}
     return getattr(cuseq, name), brought
@@ -100,13 +105,18 @@ def place_and_argument(place, name, argument):
     return place, "initial_state" if argument == "state" else argument
 
 
-CONVOLUTIONS = [
-    "causal_conv1d",
-    "causal_conv1d_with_state",
-    "causal_conv1d_backward",
-    "causal_conv1d_update",
+BY_ROW = ["causal_conv1d", "causal_conv1d_with_state", "causal_conv1d_backward"]
+PACKED = [
+    "causal_conv1d_varlen",
+    "causal_conv1d_varlen_with_state",
+    "causal_conv1d_varlen_backward",
 ]
+BACKWARDS = BY_ROW[2], PACKED[2]
+CONVOLUTIONS = [*BY_ROW, "causal_conv1d_update", *PACKED]
 every_convolution = pytest.mark.parametrize("name", CONVOLUTIONS)
+every_by_row = pytest.mark.parametrize("name", BY_ROW)
+every_packed = pytest.mark.parametrize("name", PACKED)
+every_backward = pytest.mark.parametrize("name", BACKWARDS)
 
 # Shapes:
 
@@ -183,12 +193,18 @@ def test_shapes_of_a_convolution(place, name, argument, shape):
     refused(ValueError, argument, function, **arrays)
 
 
-@pytest.mark.parametrize("name", CONVOLUTIONS[:3])
+@every_by_row
 def test_x_has_three_axes(name):
     function, arrays = convolution(NUMPY, name, x=np.zeros((3, 9)))
     message = refused(ValueError, "x", function, **arrays)
     assert "(B, D, L)" in message
     assert "(B, L, D)" in refused(ValueError, "x", function, **arrays, layout="bld")
+
+
+@every_packed
+def test_packed_x_has_two_axes(name):
+    function, arrays = convolution(NUMPY, name, x=np.zeros((1, 9, 3)))
+    assert "(T, D)" in refused(ValueError, "x", function, **arrays)
 
 
 def test_the_layout_says_where_the_channels_are():
@@ -197,6 +213,7 @@ def test_the_layout_says_where_the_channels_are():
 
 
 @every_place
+@every_backward
 @pytest.mark.parametrize(
     "argument, shape",
     [
@@ -206,8 +223,8 @@ def test_the_layout_says_where_the_channels_are():
         ("grad_final_state", (1, 3, 3)),
     ],
 )
-def test_shapes_of_incoming_gradients(place, argument, shape):
-    function, arrays = convolution(place, "causal_conv1d_backward", **{argument: np.zeros(shape)})
+def test_shapes_of_incoming_gradients(place, name, argument, shape):
+    function, arrays = convolution(place, name, **{argument: np.zeros(shape)})
     refused(ValueError, argument, function, **arrays)
 
 
@@ -218,6 +235,39 @@ def test_shapes_of_index_arguments(place, argument, shape):
     function, arrays = convolution(home_of_state(place), "causal_conv1d_update")
     index = place.array(np.zeros(shape, np.int32))
     refused(ValueError, argument, function, **arrays, **{argument: index})
+
+
+@every_place
+@every_by_row
+@pytest.mark.parametrize("shape", [(), (9,), (2,), (1, 9), (2, 8), (9, 2), (2, 3, 9)], ids=str)
+def test_shapes_of_seq_idx(place, name, shape):
+    function, arrays = convolution(place, name)
+    index = place.array(np.zeros(shape, np.int32))
+    assert "(B, L)" in refused(ValueError, "seq_idx", function, **arrays, seq_idx=index)
+
+
+@every_by_row
+def test_seq_idx_has_one_shape_in_both_layouts(name):
+    arrays = {"x": normal(2, 9, 3), "initial_state": normal(2, 3, 3)}
+    if name == "causal_conv1d_backward":
+        arrays["grad_y"] = normal(2, 9, 3)
+    function, arrays = convolution(NUMPY, name, **arrays)
+    arrays["layout"] = "bld"
+    refused(ValueError, "seq_idx", function, **arrays, seq_idx=np.zeros((2, 3), np.int32))
+    with pytest.raises(pytest.fail.Exception, match="work began"):
+        function(**arrays, seq_idx=np.zeros((2, 9), np.int32))
+
+
+@every_place
+@every_packed
+@pytest.mark.parametrize("shape", [(), (0,), (3, 1), (1, 3)], ids=str)
+def test_shapes_of_cu_seqlens(place, name, shape):
+    ends = np.zeros(shape, np.int64)
+    for form in (place.array(ends), ends, ends.tolist()):
+        if shape == () and not hasattr(form, "shape"):
+            continue  # a number is no array
+        function, arrays = convolution(place, name, cu_seqlens=form)
+        assert "(S + 1,)" in refused(ValueError, "cu_seqlens", function, **arrays)
 
 
 # Dtypes:
@@ -286,11 +336,14 @@ def test_dtypes_of_a_convolution(place, name, argument, dtype):
 
 
 @every_place
+@every_backward
 @pytest.mark.parametrize("argument", ["grad_y", "grad_final_state"])
 @pytest.mark.parametrize("dtype", ["int32", "float32"])
-def test_incoming_gradients_have_the_dtype_of_what_they_belong_to(place, argument, dtype):
-    function, arrays = convolution(place, "causal_conv1d_backward")
-    shape = (2, 3, 9) if argument == "grad_y" else (2, 3, 3)
+def test_incoming_gradients_have_the_dtype_of_what_they_belong_to(place, name, argument, dtype):
+    function, arrays = convolution(place, name)
+    shape = (9, 3) if name in PACKED else (2, 3, 9)
+    if argument == "grad_final_state":
+        shape = 2, 3, 3
     arrays[argument] = place.array(np.zeros(shape, dtype))
     refused(TypeError, argument, function, **arrays)
 
@@ -307,6 +360,27 @@ def test_dtypes_of_index_arguments(place, argument, dtype):
         refused(TypeError, argument, function, **arrays, **{argument: index})
 
 
+@every_place
+@every_by_row
+@pytest.mark.parametrize("dtype", ["int8", "uint64", "bool", "float32"])
+def test_dtypes_of_seq_idx(place, name, dtype):
+    function, arrays = convolution(place, name)
+    wrong = np.zeros((2, 9), dtype)
+    for form in (place.array(wrong), wrong):
+        assert dtype in refused(TypeError, "seq_idx", function, **arrays, seq_idx=form)
+
+
+@every_place
+@every_packed
+@pytest.mark.parametrize("dtype", ["int8", "uint64", "bool", "float32"])
+def test_dtypes_of_cu_seqlens(place, name, dtype):
+    wrong = np.array([0, 5, 9]).astype(dtype)
+    for form in (place.array(wrong), wrong):
+        function, arrays = convolution(place, name)
+        arrays["cu_seqlens"] = form
+        assert dtype in refused(TypeError, "cu_seqlens", function, **arrays)
+
+
 # Values:
 
 
@@ -319,6 +393,39 @@ def test_index_values(argument, wrong):
         wrong = 4 - wrong
     options[argument] = [2, wrong]
     assert str(wrong) in refused(ValueError, argument, function, **arrays, **options)
+
+
+@every_host_place
+@every_packed
+@pytest.mark.parametrize(
+    "ends, said",
+    [
+        ([1, 5, 9], ["0 first", "got 1"]),
+        ([-1, 5, 9], ["0 first", "got -1"]),
+        ([9, 5, 0], ["0 first", "got 9"]),
+        ([0, 5, 8], ["T = 9 last", "got 8"]),
+        ([0, 5, 2**33 + 9], ["T = 9 last", f"got {2**33 + 9}"]),
+        ([0], ["T = 9 last", "got 0"]),
+        ([0, 10, 9], ["do not fall", "got 9 after 10"]),
+        ([0, -(2**63), 9], ["do not fall", f"got {-(2**63)} after 0"]),
+        ([0, 2**63 - 1, 3, 9], ["do not fall", f"got 3 after {2**63 - 1}"]),
+    ],
+    ids=str,
+)
+def test_values_of_cu_seqlens(place, name, ends, said):
+    for form in (place.array(np.array(ends)), np.array(ends), ends, tuple(ends)):
+        function, arrays = convolution(place, name)
+        arrays["cu_seqlens"] = form
+        message = refused(ValueError, "cu_seqlens", function, **arrays)
+        assert all(part in message for part in said), message
+
+
+@every_packed
+@pytest.mark.parametrize("ends", [[0, 9], [0, 0, 9], [0, 9, 9, 9], range(10)], ids=str)
+def test_cu_seqlens_that_are_fine(name, ends):
+    function, arrays = convolution(NUMPY, name, cu_seqlens=ends, initial_state=None)
+    with pytest.raises(pytest.fail.Exception, match="work began"):
+        function(**arrays)
 
 
 @over_functions(OF_SERIES + OF_COSTS)
@@ -418,19 +525,6 @@ def test_options_that_are_fine(function, options):
         function(*two_pairs(function), **options)
 
 
-@every_place
-def test_seq_idx_of_any_library_comes_later(place):
-    x, weight = place.array(np.zeros((2, 3, 9))), place.array(np.zeros((3, 4)))
-    seq_idx = place.array(np.zeros((2, 9), np.int32))
-    refused(NotImplementedError, "seq_idx", cuseq.causal_conv1d, x, weight, seq_idx=seq_idx)
-
-
-@pytest.mark.parametrize("name", CONVOLUTIONS[:3])
-def test_sequences_by_index_come_later(name):
-    function, arrays = convolution(NUMPY, name)
-    refused(NotImplementedError, "seq_idx", function, **arrays, seq_idx=[[0] * 9] * 2)
-
-
 @over_functions(OF_SERIES)
 @pytest.mark.parametrize("cost", ["sqeuclid", "", None, 2, abs, ["sqeuclidean"]], ids=str)
 def test_names_of_costs(function, cost):
@@ -452,6 +546,8 @@ def test_names_of_costs(function, cost):
     ids=str,
 )
 def test_names_of_layouts_and_activations(name, option, value):
+    if name in PACKED and option == "layout":
+        return  # (T, D) is the only one
     function, arrays = convolution(NUMPY, name)
     refused(ValueError, option, function, **arrays, **{option: value})
 
@@ -471,7 +567,7 @@ def test_what_is_no_array(wrong):
         arguments = ["x", "weight"]
         if name == "causal_conv1d_update":
             arguments += ["state"]
-        if name == "causal_conv1d_backward":
+        if name in BACKWARDS:
             arguments += ["grad_y"]
         if wrong is not None:
             arguments += ["bias"]
@@ -491,6 +587,47 @@ def test_a_ragged_sequence_is_no_index_argument(argument):
 def test_what_is_no_index_argument(argument, wrong):
     function, arrays = convolution(NUMPY, "causal_conv1d_update")
     refused(TypeError, argument, function, **arrays, **{argument: wrong})
+
+
+@every_by_row
+@pytest.mark.parametrize(
+    "wrong, error",
+    [
+        (3, TypeError),
+        ("ab", TypeError),
+        ({0, 1}, TypeError),
+        ([[0.5] * 9] * 2, TypeError),
+        ([[None] * 9] * 2, TypeError),
+        ([[0] * 9, [1] * 8], ValueError),
+        ([0] * 9, ValueError),
+        ([], ValueError),
+        ([[], []], ValueError),
+    ],
+    ids=lambda x: repr(x)[:20],
+)
+def test_what_is_no_seq_idx(name, wrong, error):
+    function, arrays = convolution(NUMPY, name)
+    refused(error, "seq_idx", function, **arrays, seq_idx=wrong)
+
+
+@every_packed
+@pytest.mark.parametrize(
+    "wrong, error",
+    [
+        (None, TypeError),
+        (9, TypeError),
+        ("ab", TypeError),
+        ({0, 9}, TypeError),
+        ([0.0, 9.0], TypeError),
+        ([None, 9], TypeError),
+        ([], ValueError),
+        ([[0], [5, 9]], ValueError),
+    ],
+    ids=str,
+)
+def test_what_are_no_cu_seqlens(name, wrong, error):
+    function, arrays = convolution(NUMPY, name, cu_seqlens=wrong)
+    refused(error, "cu_seqlens", function, **arrays)
 
 
 @pytest.mark.parametrize(
@@ -552,6 +689,8 @@ def test_tensors_that_autograd_follows(place):
     for name in CONVOLUTIONS:
         for argument in convolution(place, name)[1]:
             function, arrays = convolution(place, name)
+            if argument == "cu_seqlens":
+                continue  # autograd follows no integers
             arrays[argument].requires_grad_()
             named(refused(ValueError, argument, function, **arrays))
     parameter = place.library.nn.Parameter(place.array(np.zeros(3)))
@@ -630,7 +769,7 @@ def test_host_and_device_do_not_mix(place):
     for name in CONVOLUTIONS:
         there, (function, here) = home_of_state(place), convolution(NUMPY, name)
         _, arrays = convolution(there, name)
-        for argument in arrays:
+        for argument in arrays.keys() - {"cu_seqlens"}:
             # What is compared with it is blamed where the first one is elsewhere.
             blamed = {"grad_y": "x", "x": "weight"}.get(argument, argument)
             refused(ValueError, blamed, function, **{**arrays, argument: here[argument]})
@@ -641,6 +780,12 @@ def test_an_option_on_the_device_does_not_serve_host_arrays(place):
     function, arrays = convolution(NUMPY, "causal_conv1d_update")
     index = place.array(np.zeros(2, np.int64))
     refused(ValueError, "cache_seqlens", function, **arrays, cache_seqlens=index)
+    function, arrays = convolution(NUMPY, "causal_conv1d")
+    index = place.array(np.zeros((2, 9), np.int64))
+    refused(ValueError, "seq_idx", function, **arrays, seq_idx=index)
+    function, arrays = convolution(NUMPY, "causal_conv1d_varlen")
+    arrays["cu_seqlens"] = place.array(np.array([0, 5, 9]))
+    refused(ValueError, "cu_seqlens", function, **arrays)
     for name in OF_SERIES + OF_COSTS:
         function = getattr(cuseq, name)
         for option in ("gamma", "bandwidth", "lengths_a", "lengths_b"):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from textwrap import dedent
@@ -18,13 +19,21 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from cuseq.ops import causal_conv1d, causal_conv1d_update, soft_dtw_engine, soft_dtw_plan
+from cuseq.ops import (
+    causal_conv1d_update,
+    convolution_engine,
+    convolution_plan,
+    soft_dtw_engine,
+    soft_dtw_plan,
+)
+from cuseq.ops.convolution_plan import INDEXED, PACKED, WHOLE
 from cuseq.runtime import kernels
 from cuseq.runtime.checks import FLOATING
 from tests import frameworks
 
 SOFT_DTW = soft_dtw_engine.PREPARATION, soft_dtw_engine.FORWARD, soft_dtw_engine.BACKWARD
-FILES = *SOFT_DTW, causal_conv1d.FILE, causal_conv1d_update.FILE
+CONVOLUTION = convolution_engine.FORWARD, convolution_engine.BACKWARD
+FILES = *SOFT_DTW, *CONVOLUTION, convolution_engine.SOURCES, causal_conv1d_update.FILE
 
 
 def forget():
@@ -237,10 +246,11 @@ def test_the_compiler_names_file_and_line_of_an_error(folder, file):
 
 ARCHS = ["sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
 COVERED = "sm_90"  # every variant of the spread; on the others the usual ones and the largest
-WIDTHS = [*range(1, 9), 16, 32]
+WIDTHS = [1, 2, 3, 4, 5, 8, 16, 32]
 LIMITS = kernels.DeviceLimits(multiprocessors=132, shared=227 * 1024)
-# L, whether channels lie closer than positions, and whether positions adjoin
-ALONG, ACROSS, SHORT, STRIDED = (5000, 0, 1), (5000, 1, 0), (8, 0, 1), (5000, 0, 0)
+# Whether channels lie closer than positions, and how much of a pack can be read at once
+ALONG, STRIDED, ACROSS, HALF, ODD = (0, 1), (0, 0), (1, 1), (1, 0.5), (1, 0)
+KINDS = (INDEXED, "int32"), (INDEXED, "int64"), (PACKED, "int32"), (PACKED, "int64")
 OWN_DTYPES = [  # of x, weight, bias, state: each in each role
     ("float64", "float32", "float16", "bfloat16"),
     ("float32", "float16", "bfloat16", "float64"),
@@ -277,14 +287,21 @@ def soft_dtw_variants(
                     yield SOFT_DTW[2], plan.backward_sweep
 
 
-def conv_variants(dtypes, widths, orders, channels=(64,)):
-    """`orders` are some of those below."""
-    for W in widths:
-        for D in channels:
-            for L, across, unit in orders:
-                problem = causal_conv1d.Problem(2, D, L, W, W - 1, dtypes, across, unit, 0)
-                for backward in (False, True):
-                    yield causal_conv1d.FILE, causal_conv1d.plan(problem, LIMITS, backward).macros
+def conv_variants(dtypes, widths, orders, kinds=((WHOLE, "int32"),), sizes=((64, 5000),)):
+    """`orders` are some of those above, `sizes` D and L."""
+    for W, order, (sequences, index), (D, L) in product(widths, orders, kinds, sizes):
+        across, share = order
+        most = convolution_plan.PACK_BYTES // convolution_plan.SIZES[dtypes[0]]
+        pack = max(int(share * most), 1) if across else share
+        if sequences == PACKED and not across:
+            continue
+        problem = convolution_plan.Problem(
+            2, D, L, W, dtypes, sequences, index, bool(across), pack, 0
+        )
+        for file, backward in zip(CONVOLUTION, (False, True), strict=True):
+            yield file, convolution_plan.plan(problem, LIMITS, backward).macros
+        if sequences == INDEXED:
+            yield convolution_engine.SOURCES, (("INDEX_T", kernels.C_TYPES[index]),)
 
 
 def update_variants(dtypes, widths, index_dtypes=("int32", "int32")):
@@ -312,15 +329,23 @@ def variants(arch):
         for dtypes, widths in [(alike[0], [1, 16, 32]), (alike[1], WIDTHS)]:
             found += conv_variants(dtypes, widths, [ALONG, ACROSS])
             found += update_variants(dtypes, widths)
-        found += conv_variants(alike[1], [4], [SHORT, STRIDED])
-        found += conv_variants(alike[1], [4], [ACROSS, SHORT], [1, 2, 4, 8, 16])
+        for dtypes, widths in [(alike[0], [4, 16]), (alike[1], [1, 16]), (alike[2], [2, 4])]:
+            found += conv_variants(dtypes, widths, [ALONG, ACROSS], KINDS[::2])
+        found += conv_variants(alike[1], [32], [ACROSS], KINDS[:1])
+        found += conv_variants(alike[1], [4], [ALONG, ACROSS], KINDS)
+        found += conv_variants(alike[1], [4], [STRIDED, HALF, ODD], KINDS[::2])
+        found += conv_variants(alike[1], [4], [STRIDED, HALF, ODD])
+        for n in (1, 2, 4, 8, 16):  # lanes
+            found += conv_variants(alike[1], [4], [ALONG, ODD], sizes=[(n, 4 * n - 3)])
+        found += conv_variants(alike[3], [16], [ALONG, ACROSS])
         for dtypes in OWN_DTYPES:
-            found += conv_variants(dtypes, [4], [ACROSS])
+            found += conv_variants(dtypes, [4], [ALONG, ACROSS])
         for integers in [("int32", "int64"), ("int64", "int32"), ("int64", "int64")]:
             found += update_variants(alike[1], [4], integers)
     else:
         found += soft_dtw_variants([MANY, BROAD])
         found += conv_variants(alike[1], [32], [ACROSS])
+        found += conv_variants(alike[1], [4], [ALONG, ACROSS], KINDS[::2])
     for dtypes in alike:
         found += conv_variants(dtypes, [4], [ALONG, ACROSS])
         found += update_variants(dtypes, [4])
@@ -339,6 +364,36 @@ SPILLS = [  # function, macros
         "causal_conv1d_backward",
         {"REAL": "double", "WIDTH": 32},
         Spill(4096, "weights, window, g and their sums are 4 x 32 doubles, over 255 registers"),
+    ),
+    (
+        "causal_conv1d_backward",
+        {"REAL": "double", "WIDTH": 16},
+        Spill(512, "weights, window, g and their sums are 4 x 16 doubles, beside the indices"),
+    ),
+    (
+        "causal_conv1d_backward",
+        {"WIDTH": 4},
+        Spill(64, "as many registers as let several blocks hide the memory's latency"),
+    ),
+    (
+        "causal_conv1d_backward",
+        {"WIDTH": 32},
+        Spill(1024, "weights, window, g and their sums are 4 x 32 floats, beside the indices"),
+    ),
+    (
+        "causal_conv1d_forward",
+        {"WIDTH": 32, "SEQUENCES": INDEXED},
+        Spill(1024, "weights and windows are 64 doubles or 128 floats, beside the indices"),
+    ),
+    (
+        "causal_conv1d_forward",
+        {"WIDTH": 16, "SEQUENCES": INDEXED},
+        Spill(256, "weights and windows are 64 doubles or 128 floats, beside the indices"),
+    ),
+    (
+        "causal_conv1d_forward",
+        {"ACROSS": 1, "PACK": 8},
+        Spill(64, "weights and windows are 64 floats, in 128 registers for more blocks"),
     ),
     (
         "soft_dtw_forward",
@@ -418,13 +473,18 @@ def test_every_variant_compiles_and_keeps_to_its_registers(arch, pool):
 
 
 def test_the_spread_has_every_shape_that_plans_have():
-    """The macros that shape the work, over many more problems."""
+    """The macros that shape the work, over many more problems.
+
+    A convolution's lanes, and how they read and which sequences, do not go together.
+    """
+    rest = {"WIDTH", "REAL", "FEATURES", "COST", "COSINE", "HARD", "OUTPUT"}
+    reading = "PACK", "ADJACENT", "SEQUENCES"
 
     def shapes(found):
-        rest = {"WIDTH", "REAL", "FEATURES", "COST", "COSINE", "HARD", "OUTPUT"}
         return {
-            (file, *(x for x in macros if not x[0].endswith("_T") and x[0] not in rest))
+            (file, *(x for x in macros if not x[0].endswith("_T") and x[0] not in rest | set(less)))
             for file, macros in found
+            for less in ((["LANES"], reading) if file in CONVOLUTION else [()])
             if file != soft_dtw_engine.BACKWARD
         }
 
@@ -432,10 +492,11 @@ def test_the_spread_has_every_shape_that_plans_have():
     for B in (1, 7, 150, 500, 20_000):
         for N in (1, 40, 70, 200, 500, 100_000):
             found += soft_dtw_variants([(B, N, D) for D in (1, 2, 3, 4, 5, 16, 17, 500)])
-        for D in (1, 2, 3, 7, 15, 30, 31, 32, 33, 64, 5000):
-            for L in (1, 31, 32, 100_000):
-                orders = [(L, 0, 0), (L, 0, 1), (L, 1, 0)]
-                found += conv_variants(("float32",) * 4, [4], orders, [D])
+    orders = ALONG, STRIDED, ACROSS, HALF, ODD
+    channels, lengths = (1, 2, 3, 7, 15, 30, 31, 32, 33, 64, 5000), (1, 31, 32, 100_000)
+    kinds, sizes = [(WHOLE, "int32"), *KINDS], list(product(channels, lengths))
+    found += conv_variants(("float32",) * 4, [4], orders, kinds, sizes)
+    for B in (1, 150):
         problem = causal_conv1d_update.Problem(B, 300, 1, 4, B, 3, ("float32",) * 6, 0)
         found.append((causal_conv1d_update.FILE, causal_conv1d_update.plan(problem).macros))
     assert shapes(found) <= shapes(variants(COVERED))

@@ -375,6 +375,13 @@ def test_causal_conv1d_is_a_convolution():
     assert_close(y[0, 0], expected, "causal_conv1d.y")
 
 
+def assert_gradients(gradients, objective, arguments):
+    """Check gradients by name against central differences of the objective."""
+    for name, argument in arguments.items():
+        quotients = central_differences(objective, argument)
+        assert_close(quotients, gradients[name], f"central_difference.grad_{name}", scale=10.0)
+
+
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize("L, W, S", [(0, 3, 2), (1, 1, 0), (2, 4, 3), (5, 2, 4), (6, 4, 3)])
 def test_causal_conv1d_gradients_by_central_differences(L, W, S, activation):
@@ -390,9 +397,103 @@ def test_causal_conv1d_gradients_by_central_differences(L, W, S, activation):
         grad_y, x, weight, bias, initial_state, activation, grad_final_state
     )
     arguments = {"x": x, "weight": weight, "bias": bias, "initial_state": initial_state}
-    for name, argument in arguments.items():
-        quotients = central_differences(objective, argument)
-        assert_close(quotients, gradients[name], f"central_difference.grad_{name}", scale=10.0)
+    assert_gradients(gradients, objective, arguments)
+
+
+ROWS_OF_INDICES = [
+    [0, 0, 0, 0, 0, 0],
+    [4, 4, 1, 7, 7, 7],
+    [0, 0, 1, 0, 0, 2],
+    [-1, -1, 3, 3, -5, 3],
+    [2, -1, 2, 2, -1, -1],
+    [5, 5, 2, -1, 2, -1],
+    [-1, -1, -1, -1, -1, -1],
+]
+
+
+def test_causal_conv1d_by_index_by_hand():
+    """Three taps of 100, 10, 1 on digits, with 8 and 9 before them: y shows what was seen."""
+    x, weight = np.array([[[1.0, 2, 3, 4, 5, 6]]]), np.array([[100.0, 10, 1]])
+    state = np.array([[[8.0, 9]]])
+    wanted = {
+        (0, 0, 0, 0, 0, 0): ([891, 912, 123, 234, 345, 456], [5, 6]),
+        (4, 4, 1, 7, 7, 7): ([891, 912, 3, 4, 45, 456], [5, 6]),
+        (0, 0, 1, 0, 0, 2): ([891, 912, 3, 204, 45, 6], [0, 6]),
+        (-1, -1, 3, 3, -5, 3): ([0, 0, 3, 34, 0, 406], [4, 6]),
+        (2, -1, 2, 2, -1, -1): ([891, 0, 103, 34, 0, 0], [3, 4]),
+        (5, 5, 2, -1, 2, -1): ([891, 912, 3, 0, 305, 0], [3, 5]),
+        (-1, 0, -1, -1, -1, -1): ([0, 2, 0, 0, 0, 0], [0, 2]),
+        (0, -1, -1, -1, -1, -1): ([891, 0, 0, 0, 0, 0], [9, 1]),
+        (0, -1, -1, -1, -1, 1): ([891, 0, 0, 0, 0, 6], [0, 6]),
+        (-1, -1, -1, -1, -1, -1): ([0, 0, 0, 0, 0, 0], [8, 9]),
+    }
+    for indices, (y, final_state) in wanted.items():
+        got = causal_conv1d.forward_by_index(x, weight, [indices], initial_state=state)
+        assert got[0].tolist() == [[y]], indices
+        assert got[1].tolist() == [[final_state]], indices
+
+
+@pytest.mark.parametrize("L, W, S", [(0, 3, 2), (1, 1, 0), (2, 4, 3), (5, 2, 4)])
+def test_one_index_is_one_sequence(L, W, S):
+    x, weight, bias = normal(2, 3, L), normal(3, W, seed=1), normal(3, seed=2)
+    rest = bias, normal(2, 3, S, seed=3), "silu"
+    y, final_state = causal_conv1d.forward_by_index(x, weight, np.full((2, L), 7), *rest)
+    wanted_y, wanted_state = causal_conv1d.forward(x, weight, *rest)
+    assert_close(y, wanted_y, "causal_conv1d.y")
+    assert (final_state == wanted_state).all()
+
+
+def test_sequences_by_index_are_each_alone():
+    x, weight, bias = normal(1, 2, 11), normal(2, 4, seed=1), normal(2, seed=2)
+    seq_idx = [[0] * 4 + [3] + [1] * 6]
+    y, final_state = causal_conv1d.forward_by_index(x, weight, seq_idx, bias)
+    ends = [0, 4, 5, 11]
+    alone = [
+        causal_conv1d.forward(x[..., start:end], weight, bias)
+        for start, end in zip(ends, ends[1:], strict=False)
+    ]
+    assert_close(y, np.concatenate([part for part, _ in alone], axis=2), "causal_conv1d.y")
+    assert (final_state == alone[-1][1]).all()
+    packed_y, states = causal_conv1d.forward_packed(x[0].T, weight, ends, bias)
+    assert_close(packed_y.T[None], y, "causal_conv1d.y")
+    assert (states == np.concatenate([state for _, state in alone])).all()
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("W, S", [(1, 0), (2, 3), (4, 3), (4, 8)])
+def test_causal_conv1d_gradients_by_index_by_central_differences(W, S, activation):
+    B, L = len(ROWS_OF_INDICES), len(ROWS_OF_INDICES[0])
+    x, weight, bias = normal(B, 2, L), normal(2, W, seed=1), normal(2, seed=2)
+    state, grad_y = normal(B, 2, S, seed=3), normal(B, 2, L, seed=4)
+    grad_final_state = normal(B, 2, S, seed=5)
+    rest = ROWS_OF_INDICES, bias, state, activation
+
+    def objective():
+        y, final_state = causal_conv1d.forward_by_index(x, weight, *rest)
+        return (grad_y * y).sum() + (grad_final_state * final_state).sum()
+
+    gradients = causal_conv1d.gradients_by_index(grad_y, x, weight, *rest, grad_final_state)
+    arguments = {"x": x, "weight": weight, "bias": bias, "initial_state": state}
+    assert_gradients(gradients, objective, arguments)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("cu_seqlens", [[0], [0, 0], [0, 0, 3, 4, 4, 9, 9]], ids=str)
+@pytest.mark.parametrize("W, S", [(1, 0), (2, 3), (4, 3)])
+def test_causal_conv1d_gradients_of_packed_sequences(W, S, cu_seqlens, activation):
+    count, T = len(cu_seqlens) - 1, cu_seqlens[-1]
+    x, weight, bias = normal(T, 2), normal(2, W, seed=1), normal(2, seed=2)
+    state, grad_y = normal(count, 2, S, seed=3), normal(T, 2, seed=4)
+    grad_final_state = normal(count, 2, S, seed=5)
+    rest = cu_seqlens, bias, state, activation
+
+    def objective():
+        y, final_state = causal_conv1d.forward_packed(x, weight, *rest)
+        return (grad_y * y).sum() + (grad_final_state * final_state).sum()
+
+    gradients = causal_conv1d.gradients_packed(grad_y, x, weight, *rest, grad_final_state)
+    arguments = {"x": x, "weight": weight, "bias": bias, "initial_state": state}
+    assert_gradients(gradients, objective, arguments)
 
 
 @pytest.mark.parametrize("W, S", [(1, 0), (1, 2), (4, 3), (3, 5)])

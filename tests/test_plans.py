@@ -1,9 +1,19 @@
 """Plans are pure functions of a problem and the device's limits: this needs no device."""
 
+import math
+
 import numpy as np
 import pytest
 
-from cuseq.ops import causal_conv1d, causal_conv1d_update, soft_dtw
+from cuseq.ops import (
+    causal_conv1d,
+    causal_conv1d_update,
+    causal_conv1d_varlen,
+    convolution_plan,
+    soft_dtw,
+)
+from cuseq.ops.convolution import as_bdl
+from cuseq.ops.convolution_plan import INDEXED, PACKED, WHOLE
 from cuseq.ops.soft_dtw_plan import (
     ALIGNMENT,
     ENTROPY,
@@ -14,8 +24,9 @@ from cuseq.ops.soft_dtw_plan import (
     Problem,
     plan,
 )
-from cuseq.runtime import kernels
+from cuseq.runtime import arrays, kernels
 from cuseq.runtime.kernels import DeviceLimits
+from tests import samples
 
 H200 = DeviceLimits(multiprocessors=132, shared=227 * 1024)
 LENGTHS = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 2051, 100_000]
@@ -231,54 +242,42 @@ def test_working_memory_is_aligned_as_numbers_are():
         assert size % 4 == 0
 
 
-def conv_problem(B, D, L, across=False, unit=True, dtypes=("float32",) * 4, W=4):
-    return causal_conv1d.Problem(
-        B=B, D=D, L=L, W=W, S=3, dtypes=dtypes, across=across, unit=unit, device=0
-    )
+ALONG, ACROSS = False, True
+PACKS = {"float64": 2, "float32": 4, "float16": 8, "bfloat16": 8}  # elements of 16 bytes
+SIZES = [(1, 1), (2, 33), (7, 12), (64, 2048), (1000, 130)]
 
 
-def conv_plan(*sizes, backward=False, before=0, **options):
+def conv_problem(
+    B, D, L, across=ALONG, pack=1, W=4, dtypes=("float32",) * 4, sequences=WHOLE, index="int32"
+):
+    return convolution_plan.Problem(B, D, L, W, dtypes, sequences, index, across, pack, 0)
+
+
+def conv_plan(*sizes, backward=False, **options):
     """The plan, and its macros by name."""
-    plan = causal_conv1d.plan(conv_problem(*sizes, **options), H200, backward, before)
-    return plan, dict(plan.macros)
+    how = convolution_plan.plan(conv_problem(*sizes, **options), H200, backward)
+    return how, dict(how.macros)
 
 
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("D, lanes", [(1, 1), (2, 2), (3, 4), (31, 32), (32, 32), (130, 32)])
-def test_a_warp_reads_along_the_closest_axis(D, lanes, backward):
-    plan, across = conv_plan(2, D, 100, across=True, unit=False, backward=backward)
-    assert (across["LANES_D"], across["UNIT"]) == (lanes, 0)
-    assert plan.block == 32 * across["WARPS"]
-    _, along = conv_plan(2, D, 100, backward=backward)
-    assert (along["LANES_D"], along["UNIT"]) == (1, 1)
+def tiles_of(how, macros, L):
+    """Of how many positions a tile is, and how many tiles a row has wherever its packs start."""
+    tile = macros["LANES"] * macros["PACK"]
+    return tile, -(-(L + macros["PACK"] - 1) // tile)
 
 
-@pytest.mark.parametrize("across", [False, True])
-@pytest.mark.parametrize("B, D", [(1, 1), (2, 33), (64, 2048), (1000, 130)])
-@pytest.mark.parametrize("backward, before", [(False, 0), (True, 0), (True, 3)])
-def test_segments_cover_the_length_and_none_is_empty(across, B, D, backward, before):
-    for L in LENGTHS:
-        plan, macros = conv_plan(B, D, L, across=across, backward=backward, before=before)
-        lanes = macros["LANES_D"]
-        assert plan.segment_length % (macros["WARPS"] * (32 // lanes) * macros["RUN"]) == 0
-        assert (plan.segments - 1) * plan.segment_length < L + before
-        assert plan.segments * plan.segment_length >= L + before
-        assert plan.grid == B * -(-D // lanes) * plan.segments
-
-
-def test_segments_fill_the_device_and_no_more():
-    few, _ = conv_plan(1, 1, 100_000_000)
-    many, _ = conv_plan(64, 2048, 100_000)
-    assert 132 <= few.grid <= 132 * causal_conv1d.BLOCKS_TO_FILL
-    assert many.segments == 1
-
-
-@pytest.mark.parametrize("across", [False, True])
-@pytest.mark.parametrize("B, D, L", [(0, 3, 5), (2, 0, 5), (2, 3, 0)])
-def test_plan_of_an_empty_convolution(B, D, L, across):
-    plan, macros = conv_plan(B, D, L, across=across)
-    assert plan.segments == 1 and plan.segment_length > 0
-    assert plan.grid == B * -(-D // macros["LANES_D"])
+def test_macros_of_a_convolution():
+    how, along = conv_plan(2, 40, 1000)
+    names = "ACROSS", "PACK", "LANES", "WARPS", "ADJACENT", "SEQUENCES", "INDEX_T"
+    assert [along[name] for name in names] == [0, 4, 32, 4, 1, WHOLE, "int"]
+    assert how.block == 32 * along["WARPS"]
+    apart = along | {"ADJACENT": 0}
+    assert conv_plan(2, 40, 1000, pack=0)[1] == apart
+    across = along | {"ACROSS": 1, "LANES": 16}
+    assert conv_plan(2, 40, 1000, across=ACROSS, pack=4)[1] == across | {"PACK": 4}
+    assert conv_plan(2, 40, 1000, across=ACROSS)[1] == across | {"PACK": 1, "LANES": 32}
+    by_index = {"sequences": INDEXED, "index": "int64"}
+    expected = {"SEQUENCES": INDEXED, "INDEX_T": "long long"}
+    assert conv_plan(2, 40, 1000, **by_index)[1] == along | expected
 
 
 def test_types_of_a_convolution():
@@ -286,7 +285,91 @@ def test_types_of_a_convolution():
     _, macros = conv_plan(2, 3, 9, dtypes=dtypes, W=5)
     assert (macros["X_T"], macros["WEIGHT_T"]) == ("__nv_bfloat16", "float")
     assert (macros["BIAS_T"], macros["STATE_T"]) == ("__half", "double")
-    assert (macros["REAL"], macros["WIDTH"]) == ("double", 5)
+    assert (macros["REAL"], macros["WIDTH"], macros["PACK"]) == ("double", 5, 8)
+
+
+@pytest.mark.parametrize("dtype", PACKS)
+@pytest.mark.parametrize("B, D", SIZES)
+@pytest.mark.parametrize("W", [1, 4, 32])
+def test_tiles_along_a_row(dtype, B, D, W):
+    """They cover it wherever its packs start, and a tile has what the filter reaches back to."""
+    for L in LENGTHS:
+        how, macros = conv_plan(B, D, L, W=W, dtypes=(dtype,) * 4)
+        pack, lanes = macros["PACK"], macros["LANES"]
+        tile, tiles = tiles_of(how, macros, L)
+        assert pack == PACKS[dtype] and lanes in (1, 2, 4, 8, 16, 32)
+        assert tile >= W - 1
+        assert lanes == 32 or tile >= L  # so that it is one tile, or two of a row that is shifted
+        assert lanes == 1 or lanes // 2 * pack < max(L, W - 1)
+        assert how.length % tile == 0
+        assert how.parts * how.length >= L + pack - 1
+        assert (how.parts - 1) * how.length < L + pack - 1
+        rows = -(-B * D // (32 // lanes))  # warps of a segment
+        assert how.grid == -(-rows * how.parts // macros["WARPS"])
+        assert how.parts == 1 or how.length >= convolution_plan.TILES * tile
+
+
+@pytest.mark.parametrize("B, D", [(1, 1), (2, 33), (7, 12), (16, 64)])
+def test_segments_along_a_row_fill_the_device_and_no_more(B, D):
+    """As far as the row is long enough."""
+    most = H200.multiprocessors * convolution_plan.WARPS_TO_FILL
+    for L in (100_000, 10_000_000):
+        how, macros = conv_plan(B, D, L)
+        tile, tiles = tiles_of(how, macros, L)
+        assert B * D * how.parts <= most
+        assert B * D * how.parts > most / 2 or how.length <= (convolution_plan.TILES + 1) * tile
+    assert conv_plan(64, 2048, 100_000)[0].parts == 1
+
+
+@pytest.mark.parametrize("real", ["float32", "float64"])
+@pytest.mark.parametrize("W", [1, 2, 3, 4, 8, 9, 16, 32])
+@pytest.mark.parametrize("pack", [1, 2, 4, 8])
+@pytest.mark.parametrize("backward", [False, True])
+def test_weights_of_a_pack_of_channels_are_in_registers(real, W, pack, backward):
+    numbers = (convolution_plan.NUMBERS_FORWARD, convolution_plan.NUMBERS_BACKWARD)[backward]
+    numbers = numbers // 2 if real == "float64" else numbers
+    dtypes = ("float16", real, "float32", "float32")
+    options = {"across": ACROSS, "pack": pack, "W": W, "dtypes": dtypes, "backward": backward}
+    _, macros = conv_plan(2, 640, 1000, **options)
+    assert pack % macros["PACK"] == 0
+    assert macros["PACK"] == 1 or macros["PACK"] * W <= numbers
+    assert macros["PACK"] == pack or 2 * macros["PACK"] * W > numbers
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(
+    "B, D, pack", [(*sizes, 1) for sizes in SIZES] + [(7, 12, 4), (64, 2048, 8), (1000, 130, 2)]
+)
+def test_runs_across_the_channels(backward, B, D, pack):
+    """They cover the length, no block of them is empty, and the forward reads 4 positions ahead."""
+    for L in LENGTHS:
+        how, macros = conv_plan(B, D, L, across=ACROSS, pack=pack, backward=backward)
+        lanes, tile = macros["LANES"], macros["LANES"] * macros["PACK"]
+        tiles, runs = -(-D // tile), macros["WARPS"] * (32 // lanes)
+        assert lanes == 32 or (tiles == 1 and lanes // 2 * macros["PACK"] < D)
+        assert how.length % 4 == 0
+        assert convolution_plan.SHORTEST_RUN <= how.length <= convolution_plan.LONGEST_RUN
+        assert how.parts * runs * how.length >= L
+        assert (how.parts - 1) * runs * how.length < L
+        assert how.grid == B * tiles * how.parts
+
+
+@pytest.mark.parametrize(
+    "B, D, L, run", [(1, 32, 5000, 16), (1, 4096, 4096, 124), (8, 64, 100_000, 376), (1, 1, 9, 16)]
+)
+def test_runs_get_longer_where_the_device_is_full(B, D, L, run):
+    """Positions, channels and all, shared out among the warps that fill it."""
+    how, _ = conv_plan(B, D, L, across=ACROSS)
+    assert how.length == min(run, convolution_plan.LONGEST_RUN)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("across", [ALONG, ACROSS])
+@pytest.mark.parametrize("B, D, L", [(0, 3, 5), (2, 0, 5), (2, 3, 0), (0, 0, 0)])
+def test_plan_of_an_empty_convolution(B, D, L, across, backward):
+    how, _ = conv_plan(B, D, L, across=across, backward=backward)
+    assert how.parts == 1 and how.length > 0
+    assert (how.grid > 0) == (B * D > 0)
 
 
 @pytest.mark.parametrize("D, blocks", [(1, 1), (127, 1), (128, 1), (129, 2), (1000, 8)])
@@ -301,6 +384,12 @@ def test_plan_of_an_update(B, D, blocks):
     assert (macros["SEQLENS_T"], macros["INDEX_T"]) == ("long long", "int")
 
 
+@pytest.mark.parametrize("S, columns", [(3, 3), (8, 8), (9, 0), (1000, 0)])
+def test_columns_of_a_state_are_in_registers_where_they_are_few(S, columns):
+    problem = causal_conv1d_update.Problem(2, 3, 1, 4, 9, S, ("float32",) * 4 + ("int32",) * 2, 0)
+    assert dict(causal_conv1d_update.plan(problem).macros)["COLUMNS"] == columns
+
+
 def test_plans_are_cached():
     assert dtw_plan(3, 40)[0] is dtw_plan(3, 40)[0]
     assert conv_plan(3, 4, 5)[0] is conv_plan(3, 4, 5)[0]
@@ -313,13 +402,19 @@ def test_a_new_length_compiles_nothing_new():
     assert len({how.backward_sweep for how in plans}) <= 10  # by lanes, stripes, rows, helpers
     longer = [dtw_plan(9, N, N)[0] for N in range(8000, 9000, 7)]
     assert len({how.backward_sweep for how in longer}) == 1
-    assert len({conv_plan(2, 40, L)[0].macros for L in LENGTHS}) == 1
+    assert len({conv_plan(2, 40, L, across=ACROSS)[0].macros for L in LENGTHS}) == 1
+    assert len({conv_plan(2, 40, L)[0].macros for L in range(1, 3000)}) == 6  # by lanes
+    assert len({conv_plan(2, 40, L)[0].macros for L in range(128, 9000)}) == 1
 
 
 def test_a_grid_fits_what_cuda_can_launch():
     """Even where each channel of each batch item is one short row."""
     assert dtw_plan(10**6, 50_000)[0].grid <= kernels.MOST_BLOCKS
-    assert conv_plan(70_000, 70_000, 1)[0].grid <= kernels.MOST_BLOCKS
+    for options in {}, {"pack": 0}, {"W": 32}, {"across": ACROSS}, {"across": ACROSS, "pack": 4}:
+        for backward in (False, True):
+            for sizes in (70_000, 70_000, 1), (2000, 2000, 1000), (1, 32, 2**36):
+                how, _ = conv_plan(*sizes, backward=backward, **options)
+                assert how.grid <= kernels.MOST_BLOCKS
     with pytest.raises(ValueError, match="^soft_dtw_forward: expected .*, got .*; split the batch"):
         kernels.launch(0, 0, "soft_dtw.cu", "soft_dtw_forward", (), 2**31, 32, ())
 
@@ -348,33 +443,113 @@ def test_the_width_of_a_band():
     assert problem_of_series(bandwidth=3, lengths_b=[40, 1, 2]).width == 40
 
 
-def problem_of(x, layout):
-    weight = np.zeros((x.shape[1 if layout == "bdl" else 2], 3), np.float32)
+def aligned(*shape, dtype="float32"):
+    """Zeros that start where a pack may."""
+    count, dtype = math.prod(shape), samples.dtype_of(dtype)
+    memory = np.zeros(count + 16, dtype)
+    first = -memory.ctypes.data % 16 // dtype.itemsize
+    return memory[first : first + count].reshape(shape)
+
+
+def problem_of(x, layout, *others):
+    """As of a forward; `others` have x's axes and are accessed as x is."""
+    channels = x.shape[1 if layout == "bdl" else 2]
+    weight = np.zeros((channels, 3), np.float32)
     call = causal_conv1d._borrow("causal_conv1d", x, weight, None, None, layout, None, None)
-    return call.problem
+    seen = [as_bdl(arrays.borrow("other", other, ""), layout) for other in others]
+    return call.problem(*seen)
 
 
 def test_the_closest_axis_follows_the_strides():
     """Whatever the layout is called: the axis with the smaller stride is the closest."""
-    bdl, bld = np.zeros((2, 5, 7), np.float32), np.zeros((2, 7, 5), np.float32)
+    bdl, bld = aligned(2, 5, 7), aligned(2, 7, 5)
     assert not problem_of(bdl, "bdl").across
     assert problem_of(bld, "bld").across
     assert problem_of(bld.transpose(0, 2, 1), "bdl").across
     assert not problem_of(bdl.transpose(0, 2, 1), "bld").across
     assert not problem_of(bdl[..., ::-1], "bdl").across
+    assert problem_of(bld[..., ::-1], "bld").across
 
 
-def test_unit_promises_that_positions_are_neighbours():
-    """In y as well, which has its axes in the order of the layout."""
-    bdl, bld = np.zeros((2, 5, 7), np.float32), np.zeros((2, 7, 5), np.float32)
-    assert problem_of(bdl, "bdl").unit
-    assert problem_of(bdl[:, ::2], "bdl").unit
+def test_positions_are_neighbours_in_every_tensor_or_read_one_by_one():
+    bdl, bld = aligned(2, 5, 7), aligned(2, 7, 5)
     for x, layout in [
-        (bld, "bld"),
+        (bdl, "bdl"),
+        (bdl[:, ::2], "bdl"),
+        (bdl[..., 1:], "bdl"),  # packs are shifted then
+        (np.broadcast_to(bdl[:, :1], bdl.shape), "bdl"),
         (bdl.transpose(0, 2, 1), "bld"),
-        (bld.transpose(0, 2, 1), "bdl"),
+    ]:
+        assert problem_of(x, layout, x).pack == 1
+    for x, layout in [
         (bdl[..., ::2], "bdl"),
         (bdl[..., ::-1], "bdl"),
         (np.broadcast_to(bdl[..., :1], bdl.shape), "bdl"),
     ]:
-        assert not problem_of(x, layout).unit
+        assert problem_of(x, layout).pack == 0
+    assert problem_of(bdl, "bdl", bdl, bdl[:, ::2]).pack == 1
+    assert problem_of(bdl, "bdl", bdl, bld.transpose(0, 2, 1)).pack == 0
+    assert problem_of(bdl, "bdl", bdl[..., ::-1]).pack == 0
+
+
+@pytest.mark.parametrize("dtype", PACKS)
+def test_channels_that_are_read_at_once(dtype):
+    """As many as 16 bytes have, if they divide D and all that steps from one to another."""
+    most = PACKS[dtype]
+    for D, pack in [(8, 8), (16, 8), (2, 2), (4, 4), (12, 4), (6, 2), (7, 1), (24, 8)]:
+        x = aligned(2, 7, D, dtype=dtype)
+        for view, layout in (x, "bld"), (x.transpose(0, 2, 1), "bdl"):
+            problem = problem_of(view, layout, view)
+            assert problem.across and problem.pack == min(most, pack)
+    for offset, pack in [(0, 8), (1, 1), (2, 2), (3, 1), (4, 4), (8, 8)]:
+        x = aligned(2, 7, 16, dtype=dtype)[..., offset : offset + 8]
+        assert problem_of(x, "bld").pack == min(most, pack)
+    for row, pack in [(9, 1), (10, 2), (12, 4), (16, 8)]:
+        x = aligned(2, 8, row, dtype=dtype)[..., :8]
+        assert problem_of(x, "bld").pack == min(most, pack)
+    for row, pack in [(57, 1), (58, 2), (60, 4)]:  # of a batch item
+        x = aligned(2, row, dtype=dtype)[:, :56].reshape(2, 7, 8)
+        assert problem_of(x, "bld").pack == min(most, pack)
+        assert problem_of(x[:1], "bld").pack == most
+
+
+def test_channels_of_views():
+    x = aligned(2, 7, 16)
+    for view, pack in [
+        (x[..., ::2], 1),
+        (x[..., ::-1], 1),
+        (x[:, ::-1], 4),
+        (x[::-1, ::3], 4),
+        (np.broadcast_to(x[:1], x.shape), 4),
+        (np.broadcast_to(x[..., :1], x.shape), 1),
+        (x[:, :1, 4:12], 4),
+        (aligned(1, 1, 9)[..., :8], 4),  # with no step from one to another
+    ]:
+        problem = problem_of(view, "bld")
+        assert problem.across and problem.pack == pack
+    for other, pack in [(x, 4), (aligned(2, 7, 18)[..., :16], 2), (aligned(2, 7, 17)[..., 1:], 1)]:
+        assert problem_of(x, "bld", x, other).pack == pack
+    assert problem_of(x, "bld", aligned(2, 16, 7).transpose(0, 2, 1)).pack == 1
+
+
+@pytest.mark.parametrize("strides", ["rows", "columns"])
+@pytest.mark.parametrize("index", ["int32", "int64"])
+def test_packed_sequences_are_taken_across(strides, index):
+    """Wherever x lies."""
+    x = aligned(9, 8) if strides == "rows" else aligned(8, 9).T
+    ends, weight = np.array([0, 4, 9], index), np.zeros((8, 3), np.float32)
+    call = causal_conv1d_varlen._borrow("", x, weight, None, ends, None, None)
+    problem = call.problem()
+    assert (problem.B, problem.D, problem.L, problem.sequences) == (1, 8, 9, PACKED)
+    assert (problem.across, problem.pack) == (True, 4 if strides == "rows" else 1)
+    assert problem.index_dtype == index
+
+
+@pytest.mark.parametrize("layout", ["bdl", "bld"])
+@pytest.mark.parametrize("index", ["int32", "int64"])
+def test_sequences_by_index_are_taken_as_x_lies(layout, index):
+    x, weight = aligned(2, 8, 8), np.zeros((8, 3), np.float32)
+    seq_idx = np.zeros((2, 8), index)
+    problem = causal_conv1d._borrow("", x, weight, None, None, layout, seq_idx, None).problem()
+    assert (problem.across, problem.sequences) == (layout == "bld", INDEXED)
+    assert problem.index_dtype == index

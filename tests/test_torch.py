@@ -99,6 +99,50 @@ def test_causal_conv1d_derivative(place, layout, activation):
     gradcheck(lambda x, weight: function(x, weight, None, None), x, weight)
 
 
+SEQ_IDX = [[-1, 0, 0, 3, 3, 0, 0], [4, 4, 4, 4, 4, 4, -2]]
+
+
+@every_device
+@pytest.mark.parametrize("L", [7, 3])
+def test_causal_conv1d_derivative_by_index(place, L):
+    index = [row[:L] for row in SEQ_IDX]
+    for seq_idx in index, place.array(np.array(index)):
+
+        def function(x, weight, bias, state, seq_idx=seq_idx):
+            options = {"activation": "silu", "seq_idx": seq_idx, "initial_state": state}
+            y, final_state = adapter.causal_conv1d_with_state(x, weight, bias, **options)
+            return y, final_state, adapter.causal_conv1d(x, weight, bias, **options)
+
+        gradcheck(function, *conv_tensors(place, L=L, S=4))
+        gradcheck(lambda x, weight: function(x, weight, None, None), *conv_tensors(place, L=L)[:2])
+
+
+@every_device
+@pytest.mark.parametrize("ends", [[0, 2, 2, 7], [0, 0, 7]], ids=str)
+def test_causal_conv1d_varlen_derivative(place, ends):
+    _, weight, bias, state = conv_tensors(place, B=len(ends) - 1, S=4)
+    x = followed(place, 7, 3)
+    for cu_seqlens in ends, place.array(np.array(ends, np.int32)):
+
+        def function(x, weight, bias, state, cu_seqlens=cu_seqlens):
+            options = {"activation": "silu", "cu_seqlens": cu_seqlens, "initial_state": state}
+            y, final_state = adapter.causal_conv1d_varlen_with_state(x, weight, bias, **options)
+            return y, final_state, adapter.causal_conv1d_varlen(x, weight, bias, **options)
+
+        gradcheck(function, x, weight, bias, state)
+        gradcheck(lambda x, weight: function(x, weight, None, None), x, weight)
+
+
+@every_device
+def test_indices_that_change_before_the_backward(place):
+    x, weight, bias, state = conv_tensors(place)
+    index = place.array(np.array(SEQ_IDX))
+    y = adapter.causal_conv1d(x, weight, bias, seq_idx=index, initial_state=state)
+    index.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 @every_device
 @pytest.mark.parametrize("L", [2, 6])
 def test_causal_conv1d_derivative_through_the_final_state(place, L):
@@ -548,8 +592,8 @@ def test_errors_are_those_of_the_core(place):
     x, weight, _, _ = conv_tensors(place)
     with pytest.raises(ValueError, match=r"^bias: expected .+, got .+; .+"):
         adapter.causal_conv1d(x, weight, plain(place, 4))
-    with pytest.raises(NotImplementedError, match=r"^seq_idx: expected .+, got .+; .+"):
-        adapter.causal_conv1d(x, weight, seq_idx=[[0] * 7] * 2)
+    with pytest.raises(ValueError, match=r"^seq_idx: expected .+, got .+; .+"):
+        adapter.causal_conv1d(x, weight, seq_idx=[[0] * 6] * 2)
     with pytest.raises(ValueError, match=r"^x: expected .+, got .+; .+"):
         adapter.causal_conv1d_update(x[None], plain(place, 2, 3, 3), weight)
 

@@ -11,6 +11,7 @@ from cuseq.runtime.kernels import C_TYPES
 
 FILE = "causal_conv1d_update.cu"
 THREADS = 128
+MOST_COLUMNS = 8  # of a state, in registers
 
 
 class Problem(NamedTuple):
@@ -194,5 +195,6 @@ def plan(problem):
         ("REAL", "double" if "float64" in problem.dtypes else "float"),
         ("WIDTH", problem.W),
         ("THREADS", THREADS),
+        ("COLUMNS", problem.S if problem.S <= MOST_COLUMNS else 0),
     )
     return Plan(macros, problem.B * -(-problem.D // THREADS), THREADS)

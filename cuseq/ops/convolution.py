@@ -3,6 +3,7 @@
 from cuseq.runtime import arrays, checks
 
 WIDEST = 32
+AXES = {"bdl": (0, 1, 2), "bld": (0, 2, 1)}  # that are seen as B, D, L
 NOTHING = 0, 0, 0, 0  # pointer and strides of a tensor that a call does not have
 
 
@@ -14,7 +15,7 @@ def check_options(activation, layout):
 
 def as_bdl(x, layout):
     """An array of either layout seen as (B, D, L)."""
-    return x if layout == "bdl" else x.seen_as(0, 2, 1)
+    return x.seen_as(*AXES[layout])
 
 
 def borrow_filter(operator, x, weight, bias):

@@ -157,7 +157,7 @@ def plan(problem, output, keep, limits):
             "sums_b": B * D * blocks * -(-COLUMNS * words // 2) * 16 if output == SERIES else 0,
             "sums_a": B * D * padded_a * size if output == SERIES else 0,
             "in_flight": stripes * groups * D * WARP * COLUMNS * size
-            if output == SERIES and D > helpers * group
+            if output == SERIES and rounds > 1
             else 0,
             "entropies": stripes * B * size if output == ENTROPY else 0,
         },

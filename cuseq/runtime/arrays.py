@@ -113,11 +113,13 @@ def _sequence(name, values, what):
     if not isinstance(values, (list, tuple, range)):
         return values
     try:
-        return np.asarray(values, dtype=np.int64 if len(values) == 0 else None)
+        array = np.asarray(values)
     except ValueError as ragged:
+        expected = f"a sequence of {what}, flat or in rows of one length"
         raise ValueError(
-            sentence(name, f"a flat sequence of {what}", "a ragged one", "give one a row")
+            sentence(name, expected, "a ragged one", "make its rows equally long")
         ) from ragged
+    return array if array.size else array.astype(np.int64)  # what is empty has no dtype of its own
 
 
 def _on_device_of(name, array, first):

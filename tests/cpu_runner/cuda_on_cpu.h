@@ -9,6 +9,7 @@
 // the size of the launch, for which the library is compiled.
 
 #include <math.h>
+#include <string.h>
 
 #include <type_traits>
 #include <utility>
@@ -143,6 +144,7 @@ inline int __ffs(int v) { return __builtin_ffs(v); }
 
 template <class T> T __ldg(const T* p) { return *p; }
 template <class T> T __ldcv(const T* p) { return *p; }
+template <class T> void __stcg(T* p, T v) { *p = v; }
 
 // Integers only: float atomics would make a result depend on the order of the threads.
 #define ATOMIC_ADD(T) inline T atomicAdd(T* p, T v) { T old = *p; *p = old + v; return old; }

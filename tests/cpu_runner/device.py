@@ -5,7 +5,6 @@ its launches run here. So everything of an operator is tested without a GPU: che
 the arguments, kernels. Every new array is filled with NaN, so what a kernel does not write shows.
 """
 
-import math
 from contextlib import contextmanager
 from functools import partial
 from unittest import mock
@@ -17,6 +16,11 @@ from tests import cpu_runner, samples
 
 normal = partial(samples.normal, dtype="float32")
 LIMITS = kernels.DeviceLimits(multiprocessors=2, shared=227 * 1024)
+
+
+def poison(dtype):
+    """NaN, or the integer that is no index and no length."""
+    return np.nan if dtype.kind in "fV" else np.iinfo(dtype).min
 
 
 class DeviceArray(np.ndarray):
@@ -37,7 +41,7 @@ class OnDevice(arrays.NumPy):
         if dtype == "uint8":  # scratch: NaN, and letters as if the second stripe had sent them
             x.view(np.int64).fill(2**33 - 1)
         else:
-            x.fill(np.nan)
+            x.fill(poison(x.dtype))
         return OnDevice.borrow("", x, "")
 
     @staticmethod
@@ -59,7 +63,7 @@ def on_device(x):
     low = sum(stride * (n - 1) for n, stride in zip(x.shape, x.strides, strict=True) if stride < 0)
     high = sum(stride * (n - 1) for n, stride in zip(x.shape, x.strides, strict=True) if stride > 0)
     memory = np.empty((high - low) // x.itemsize + 1, x.dtype)
-    memory.fill(np.nan if x.dtype.kind in "fV" else 0)
+    memory.fill(poison(x.dtype))
     copy = np.lib.stride_tricks.as_strided(memory[-low // x.itemsize :], x.shape, x.strides)
     copy[...] = x
     return copy.view(DeviceArray)
@@ -72,7 +76,7 @@ def transposed(x):
 
 def sliced(x):
     """On the device, every second element between NaNs, not aligned beyond an element."""
-    wide = on_device(np.full([2 * n + 1 for n in x.shape], math.nan, x.dtype))
+    wide = on_device(np.full([2 * n + 1 for n in x.shape], poison(x.dtype), x.dtype))
     inner = wide[(slice(1, None, 2),) * x.ndim]
     inner[...] = x
     return inner
@@ -82,6 +86,18 @@ def reversed_axes(x):
     """On the device, every stride negative."""
     backwards = (slice(None, None, -1),) * x.ndim
     return on_device(x[backwards].copy()[backwards])
+
+
+def shifted(offset, gap=0):
+    """A place where rows begin so many elements after an aligned one, and have a gap behind."""
+
+    def place(x):
+        shape = *x.shape[:-1], offset + x.shape[-1] + gap
+        inner = on_device(np.full(shape, poison(x.dtype), x.dtype))[..., offset : shape[-1] - gap]
+        inner[...] = x
+        return inner
+
+    return place
 
 
 @contextmanager

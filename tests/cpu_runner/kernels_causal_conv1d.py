@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import cuseq
-from cuseq.ops import causal_conv1d
+from cuseq.ops import convolution_engine
+from tests import samples
 from tests.cpu_runner import shuffled
 from tests.cpu_runner.device import (
     LIMITS,
@@ -15,6 +16,7 @@ from tests.cpu_runner.device import (
     normal,
     on_device,
     reversed_axes,
+    shifted,
     sliced,
     transposed,
 )
@@ -36,7 +38,7 @@ def arguments(B, D, L, W, S=None, dtypes=("float32",) * 4, bias=True):
     }
 
 
-def outer_of(x, weight, bias, initial_state):
+def outer_of(x, weight, bias, initial_state, seq_idx=None):
     """grad_y (B, D, L) and grad_final_state (B, D, S) for these arguments."""
     S = weight.shape[1] - 1 if initial_state is None else initial_state.shape[2]
     state = x if initial_state is None else initial_state
@@ -103,46 +105,75 @@ def turned(x, layout):
 def check(given, activation=None, outer=None, **how):
     """`run` against the oracle."""
     outer = outer or outer_of(**given)
-    y, final_state = oracle.forward(**given, activation=activation)
+    forward, backward = oracle.forward, oracle.gradients
+    if "seq_idx" in given:
+        forward, backward = oracle.forward_by_index, oracle.gradients_by_index
+    y, final_state = forward(**given, activation=activation)
     expected = {"y": y, "final_state": final_state}
-    gradients = oracle.gradients(
-        outer[0], **given, activation=activation, grad_final_state=outer[1]
-    )
+    gradients = backward(outer[0], **given, activation=activation, grad_final_state=outer[1])
     expected |= {f"grad_{name}": gradient for name, gradient in gradients.items()}
     for name, got in run(given, activation, outer=outer, **how).items():
         assert_close(got, expected[name], f"causal_conv1d.{name}")
 
 
+SHORT, LONG = (0, 1, 3, 4), (61, 63, 64, 65, 126, 129, 513, 1100)  # the last in two segments
+
+
 @pytest.mark.parametrize(
-    "W, D, layout, place, lanes",  # lanes of a warp across the channels, where x is not short
+    "W, D, layout, place, lengths, pack",  # pack: of channels, None along the length
     [
-        (1, 1, "bdl", on_device, 1),
-        (2, 3, "bdl", on_device, 1),
-        (3, 2, "bdl", on_device, 1),
-        (4, 3, "bdl", on_device, 1),
-        (4, 3, "bdl", sliced, 1),
-        (8, 1, "bdl", on_device, 1),
-        (32, 2, "bdl", on_device, 1),
-        (1, 33, "bld", on_device, 32),
-        (2, 2, "bld", on_device, 2),
-        (3, 3, "bld", on_device, 4),
-        (4, 40, "bld", on_device, 32),
-        (4, 1, "bld", sliced, 1),  # and long runs, for channels lie closer
-        (8, 8, "bdl", transposed, 8),
-        (32, 12, "bld", on_device, 16),
-        (4, 32, "bdl", transposed, 32),
+        (1, 1, "bdl", on_device, (300,), None),
+        (2, 3, "bdl", on_device, (129, 515), None),
+        (3, 2, "bdl", on_device, (127, 128), None),
+        (4, 3, "bdl", on_device, SHORT + LONG, None),
+        (4, 3, "bdl", sliced, (65, 129, 300), None),
+        (8, 1, "bdl", on_device, (128, 300), None),
+        (32, 2, "bdl", on_device, (14, 25, 32, 130, 300), None),
+        (1, 33, "bld", on_device, (0, 1, 2, 15, 16, 17, 63, 64, 65, 130), 1),
+        (2, 2, "bld", on_device, (1, 2, 3, 15, 17, 65), 2),
+        (3, 3, "bld", on_device, (2, 3, 4, 16, 33, 65, 600), 1),
+        (4, 12, "bld", on_device, (*SHORT, 15, 17, 31, 65, 130), 4),
+        (4, 1, "bld", sliced, SHORT + LONG, 1),
+        (4, 8, "bdl", transposed, (9, 65), 1),
+        (8, 8, "bld", on_device, (7, 8, 9, 16, 65), 4),
+        (32, 12, "bld", on_device, (5, 31, 32, 33, 65), 4),
     ],
 )
-def test_lengths(W, D, layout, place, lanes):
-    lengths = {0, 1, W - 1, W, W + 1, 15, 17, 63, 64, 65, 129, 513 if D < 10 else 130}
-    for n, L in enumerate(sorted(lengths)):
+def test_lengths(W, D, layout, place, lengths, pack):
+    for n, L in enumerate(lengths):
         S = (None, W - 1, W + 2)[n % 3]
-        given = arguments(1 + n % 2, D, L, W, S, bias=n % 4 != 1)
-        how = {"layout": layout, "place": place, "limits": (FILLED, MANY)[n // 2 % 2]}
-        with mock.patch.object(causal_conv1d, "plan", wraps=causal_conv1d.plan) as planned:
+        given = arguments(1 + n % 2, D, L, W, S)
+        how = {"layout": layout, "place": place, "limits": (MANY, FILLED)[(n + len(lengths)) % 2]}
+        plans = mock.patch.object(convolution_engine, "plan", wraps=convolution_engine.plan)
+        with plans as planned:
             check(given, (None, "silu")[n % 2], **how)
-        macros = dict(causal_conv1d.plan(*planned.call_args.args).macros)
-        assert L <= 1 or macros["LANES_D"] == lanes
+        problem = planned.call_args_list[0].args[0]
+        assert L <= 1 or problem.across == (pack is not None)
+        assert L <= 1 or pack in (None, problem.pack)
+
+
+@pytest.mark.parametrize("dtype, L", [("float64", 800), ("float32", 1601), ("float16", 2103)])
+@pytest.mark.parametrize("limits", [FILLED, MANY])
+def test_segments(dtype, L, limits):
+    """Of rows that begin anywhere; the gradient reaches from one into the one before."""
+    check(arguments(1, 2, L, 4, 3, [dtype] * 4), "silu", limits=limits)
+
+
+@pytest.mark.parametrize("by_index", [False, True])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_rows_that_begin_anywhere(dtype, by_index):
+    """x and grad_y are aligned differently, and y, whose rows are odd, by each row."""
+    pack = {"float64": 2, "float32": 4}.get(dtype, 8)
+    L = 32 * pack + 21
+    given = arguments(1, 3, L, 4, 3, [dtype] * 4)
+    if by_index:
+        given["seq_idx"] = random_rows(1, L)
+    aligned = run(given, "silu")
+    for offset in range(pack + 1):
+        places = {"x": shifted(offset, 1), "grad_y": shifted(pack - offset, offset % 3)}
+        got = run(given, "silu", places=places)
+        assert all(got[name].tobytes() == x.tobytes() for name, x in aligned.items())
+    check(given, "silu", places=places)
 
 
 @pytest.mark.parametrize("layout", ["bdl", "bld"])
@@ -154,18 +185,25 @@ def test_states(layout, S, L):
 
 
 @pytest.mark.parametrize(
-    "layout, dtype",
+    "dtype, D, pack",
     [
-        ("bdl", "float64"),
-        ("bld", "float64"),
-        ("bdl", "bfloat16"),
-        ("bld", "float16"),
+        ("bfloat16", 24, 8),
+        ("float16", 20, 4),
+        ("bfloat16", 10, 2),
+        ("float16", 9, 1),
+        ("float32", 12, 4),
+        ("float32", 10, 2),
+        ("float64", 6, 2),
+        ("float64", 5, 1),
     ],
 )
 @pytest.mark.parametrize("activation", [None, "silu", "swish"])
-def test_dtypes(layout, dtype, activation):
-    given = arguments(2, 40, 70, 4, 3, [dtype] * 4)
-    check(given, activation, layout=layout, limits=MANY)
+def test_channels_that_packs_divide(dtype, D, pack, activation):
+    given = arguments(2, D, 37, 4, 3, [dtype] * 4)
+    check(given, activation, layout="bld", limits=MANY)
+    step = 16 // samples.dtype_of(dtype).itemsize // pack
+    gap = -D % (step * pack)  # rows of x are packs apart, and not farther aligned
+    check(given, activation, layout="bld", places={"x": shifted(0, gap)})
 
 
 @pytest.mark.parametrize(
@@ -215,7 +253,7 @@ def test_strides_of_0():
 
 
 @pytest.mark.parametrize("limits", [FILLED, MANY])
-@pytest.mark.parametrize("layout, D, L", [("bdl", 3, 600), ("bld", 33, 200)])
+@pytest.mark.parametrize("layout, D, L", [("bdl", 3, 1100), ("bld", 33, 200)])
 def test_results_are_the_same_in_any_order(layout, D, L, limits):
     given = arguments(2, D, L, 4, 3)
     check(given, "silu", layout=layout, limits=limits, seeds=(0, 1, 2))
@@ -271,3 +309,127 @@ def test_silu_of_large_inputs(dtype):
     given["x"][0, 0] = [-1e4, -800, -100, -20, 0, 20, 100, 800, 1e4]
     given["weight"][...] = 1
     check(given, "silu")
+
+
+ROWS = np.array(
+    [
+        [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],  # one sequence
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10],  # one element each
+        [3, 3, 3, 3, 3, 0, 0, 0, 2, 2, 2],
+        [5, 5, 2, 5, 5, 5, 2, 2, 5, 2, 5],  # runs of one index that are apart
+        [-1, -1, -1, 0, 0, 0, 0, 1, 1, 1, 1],  # padding in front
+        [-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+        [0, 0, -1, 0, 0, 0, -2, -3, 1, -1, 1],  # inside
+        [0, 0, 0, 1, 1, 1, -1, -1, -1, -1, -1],  # behind
+        [2, 2, -1, -1, -1, -1, -1, -1, -1, -1, -1],
+        [-1, 0, -1, 0, -1, 1, -1, 1, -1, 1, -1],  # everywhere
+        [-1, -1, -1, -1, -7, -1, -1, -1, -1, -1, -1],  # nothing but padding
+        [2**31 - 1, 2**31 - 1, -(2**31), -(2**31), 7, 7, 7, -1, -1, 7, 7],
+    ]
+)
+
+
+def random_rows(B, L, dtype="int32"):
+    """Runs of 1 to 40 positions, of a few indices, some of them padding."""
+    random = np.random.default_rng(7)
+    rows = [
+        np.repeat(random.choice([-1, -4, 0, 1, 2], L), random.choice([1, 2, 5, 40], L))[:L]
+        for _ in range(B)
+    ]
+    return np.array(rows, dtype).reshape(B, L)
+
+
+def of_rows(W, S, index="int32", D=2):
+    """Arguments for ROWS."""
+    return arguments(len(ROWS), D, ROWS.shape[1], W, S) | {"seq_idx": ROWS.astype(index)}
+
+
+@pytest.mark.parametrize(
+    "layout, W, S, index",
+    [
+        ("bdl", 4, None, "int32"),
+        ("bdl", 4, 3, "int32"),
+        ("bdl", 4, 15, "int32"),
+        ("bld", 4, None, "int64"),
+        ("bld", 4, 3, "int64"),
+        ("bld", 4, 15, "int64"),
+        ("bdl", 1, 2, "int64"),
+        ("bdl", 1, None, "int64"),
+        ("bld", 2, 1, "int32"),
+        ("bld", 2, 4, "int32"),
+        ("bdl", 8, 9, "int32"),
+    ],
+)
+def test_sequences_by_index(layout, W, S, index):
+    check(of_rows(W, S, index), "silu", layout=layout, seeds=(0, 1), limits=MANY)
+
+
+@pytest.mark.parametrize(
+    "layout, dtype, D, L",
+    [  # more than a tile or a walk, and than a segment or a block of walks
+        ("bdl", "float64", 2, 800),
+        ("bdl", "float32", 2, 300),
+        ("bdl", "bfloat16", 1, 530),
+        ("bld", "float64", 6, 100),
+        ("bld", "float32", 33, 140),
+        ("bld", "float16", 24, 100),
+    ],
+)
+@pytest.mark.parametrize("limits", [FILLED, MANY])
+def test_sequences_by_index_in_long_rows(layout, dtype, D, L, limits):
+    given = arguments(2, D, L, 4, 5, [dtype] * 4) | {"seq_idx": random_rows(2, L)}
+    check(given, "silu", layout=layout, limits=limits, seeds=(0, 1))
+
+
+@pytest.mark.parametrize("layout", ["bdl", "bld"])
+@pytest.mark.parametrize("S", [None, 3, 6])
+@pytest.mark.parametrize("L", [0, 1])
+def test_sequences_by_index_of_hardly_any_positions(layout, S, L):
+    rows = np.array([[4], [-1], [0]], np.int32)[:, :L]
+    check(arguments(3, 2, L, 4, S) | {"seq_idx": rows}, "silu", layout=layout)
+
+
+@pytest.mark.parametrize("layout, index", [("bdl", "int32"), ("bld", "int64")])
+def test_strides_of_seq_idx(layout, index):
+    given = of_rows(4, 3, index)
+    contiguous = run(given, "silu", layout)
+    for place in (transposed, sliced, reversed_axes, shifted(3, 1)):
+        got = run(given, "silu", layout, places={"seq_idx": place})
+        assert all(got[name].tobytes() == x.tobytes() for name, x in contiguous.items())
+    for n in (2, 5):
+        given["seq_idx"] = np.broadcast_to(ROWS[n].astype(index), ROWS.shape)
+        check(given, "silu", layout=layout)
+
+
+@pytest.mark.parametrize("layout, index", [("bdl", "int32"), ("bld", "int64")])
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_what_padding_holds_does_not_matter(layout, index, wrong):
+    """Nor does the initial state of a row that begins with it and is not all padding."""
+    given = of_rows(4, 5, index)
+    outer = outer_of(**given)
+    clean = run(given, "silu", layout, outer=outer)
+    for array in given["x"], outer[0]:
+        array.transpose(0, 2, 1)[ROWS < 0] = wrong
+    given["initial_state"][(ROWS[:, 0] < 0) & (ROWS >= 0).any(axis=1)] = wrong
+    for name, got in run(given, "silu", layout, outer=outer).items():
+        assert got.tobytes() == clean[name].tobytes(), name
+    for name in ("y", "grad_x"):
+        assert not clean[name].transpose(0, 2, 1)[ROWS < 0].any()
+
+
+@pytest.mark.parametrize("layout, index", [("bdl", "int32"), ("bld", "int64")])
+def test_sequences_by_index_without_a_gradient_by_the_final_state(layout, index):
+    given = of_rows(4, 3, index)
+    grad_y, grad_final_state = outer_of(**given)
+    zeros = run(given, "silu", layout, outer=(grad_y, np.zeros_like(grad_final_state)))
+    for name, got in run(given, "silu", layout, outer=(grad_y, None)).items():
+        assert got.tobytes() == zeros[name].tobytes()
+
+
+@pytest.mark.parametrize("layout, index", [("bdl", "int32"), ("bld", "int64")])
+def test_one_index_changes_nothing(layout, index):
+    given = arguments(2, 2, 11, 4, 5)
+    whole = run(given, "silu", layout)
+    given["seq_idx"] = np.full((2, 11), 7, index)
+    for name, got in run(given, "silu", layout).items():
+        assert_close(got, whole[name].astype(np.float64), f"causal_conv1d.{name}")
