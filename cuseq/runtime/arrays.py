@@ -78,6 +78,19 @@ def empty(shape, dtype, like):
     return like.library.empty(tuple(shape), dtype, like.device)
 
 
+def empty_like(x, like):
+    """As `empty`, of x's shape and dtype, with its last two axes in the order of x's memory.
+
+    For libraries that may have no strides it is C-contiguous all the same.
+    """
+    *outer, rows, columns = x.shape
+    transposed = min(rows, columns) > 1 and 0 < abs(x.strides[-2]) < abs(x.strides[-1])
+    if not transposed or like.library.swap_last_axes is None:
+        return empty(x.shape, x.dtype, like)
+    swapped = like.library.swap_last_axes(empty((*outer, columns, rows), x.dtype, like).owner)
+    return like.library.borrow("", swapped, "")
+
+
 def give_back(array, like):
     """A result as the kind of array that `like`, the caller's first array, is."""
     return array.library.give_back(array, like)
@@ -188,6 +201,10 @@ class NumPy:
         return NumPy.borrow("", np.empty(shape, numpy_dtype(dtype)), "")
 
     @staticmethod
+    def swap_last_axes(x):
+        return x.swapaxes(-2, -1)
+
+    @staticmethod
     def host_view(x):
         return x
 
@@ -210,6 +227,8 @@ class CuPy:
 
         with cupy.cuda.Device(device):
             return CuPy.borrow("", cupy.empty(shape, numpy_dtype(dtype)), "")
+
+    swap_last_axes = NumPy.swap_last_axes
 
     @staticmethod
     def upload(values, device):
@@ -266,6 +285,10 @@ class Torch:
         place = torch.device("cpu") if device == HOST else torch.device("cuda", device)
         x = torch.empty(shape, dtype=getattr(torch, dtype), device=place)
         return Array(x.data_ptr(), shape, x.stride(), dtype, device, x, Torch)
+
+    @staticmethod
+    def swap_last_axes(x):
+        return x.transpose_(-2, -1)  # no view: autograd refuses to change a result that is one
 
     @staticmethod
     def upload(values, device):
@@ -328,6 +351,8 @@ class DLPack:
     def empty(cls, shape, dtype, device):
         inner = NumPy if device == HOST else CuPy
         return inner.empty(shape, dtype, device)._replace(library=cls)
+
+    swap_last_axes = None  # who takes a result through DLPack may have no strides
 
     upload = CuPy.upload
     stream = CuPy.stream
