@@ -9,74 +9,150 @@
 // the final states out.
 // Launch: ALONG: grid (ceil(B D / GROUPS / WARPS * segments)); ACROSS: grid (B * ceil(D / (LANES PACK)) * walks);
 // block (32 * WARPS).
-// Macros: see causal_conv1d.cuh.
 
 #include "causal_conv1d.cuh"
 
-constexpr int AHEAD = 4;  // positions whose packs are read at once, ACROSS
-// Blocks of threads for which a multiprocessor's registers have to suffice.
-constexpr int RESIDENT = WIDTH > 4 || sizeof(Real) == 8 ? 1 : ACROSS ? (SEQUENCES == WHOLE ? 4 : 3) : 8;
+// ACROSS, packs are read so many positions ahead of their use. Windows shift by one a position:
+// after a multiple of WIDTH they are in the registers that they were in.
+constexpr int AHEAD = WIDTH < 8 ? (8 + WIDTH - 1) / WIDTH * WIDTH : 8;
 
-__device__ void forward_along(const Call& call, const Tensor<X_T>& y, Index segment_length, Index segments) {
-    Strip strip(call, y, segment_length, segments);
-    if (!strip.exists) return;
-    Inputs inputs = call.inputs(strip.batch, strip.batch, strip.channel);
-    Row<X_T> results = y.row(strip.batch, strip.channel);
-    Weights filter = call.filter(strip.channel);
-    for (Index first = strip.first; first < strip.end; first += LANES * PACK) {
-        Real u[SLOTS * PACK], v[PACK];
-        read<SLOTS>(inputs, first - OWN, u);
-        Indices<BEFORE + PACK> indices;
-        if (SEQUENCES == INDEXED) indices.read(call, strip.batch, first - BEFORE);
+// y of a pack. hide: some of its positions do not see all the inputs before them.
+template <bool hide>
+__device__ __forceinline__ void convolve(const Weights& filter, const Real (&u)[BEFORE + PACK], const Id* indices,
+                                         Real (&y)[PACK]) {
 #pragma unroll
-        for (int k = 0; k < PACK; ++k) {
-            Real seen[WIDTH];
-            if (SEQUENCES == INDEXED) keep_seen(indices.at + k, u + OWN - BEFORE + k, seen);
-            v[k] = activate<QUICK>(filter.apply(SEQUENCES == INDEXED ? seen : u + OWN - BEFORE + k), call.silu);
-            if (SEQUENCES == INDEXED && indices.at[BEFORE + k] < 0) v[k] = 0;
-        }
-        write(results, first, call.L, v);
+    for (int k = 0; k < PACK; ++k) {
+        Real seen[WIDTH];
+        if (hide) keep_seen(indices + k, u + k, seen);
+        y[k] = activate<SILU, QUICK>(filter.apply(hide ? seen : u + k));
+        if (hide && indices[BEFORE + k] < 0) y[k] = 0;
     }
 }
 
-__device__ void forward_across(const Call& call, const Tensor<X_T>& y, Index run, Index walks) {
-    Walk walk(call, run, walks);
-    if (!walk.exists) return;
+struct Along {
+    const Call& call;
+    Strip strip;
+    Inputs inputs;
+    Line<const X_T> line;
+    Line<X_T> results;
+    int lane, first;  // position of the lane's pack
+    Weights filter[1];
+    Real left[PACK];  // the lane's inputs in the tile on the left
+
+    __device__ __forceinline__ Along(const Call& call, const Tensor<X_T>& y, int length, int segments)
+        : call(call), strip(call, y, length, segments, 0),
+          inputs(call.inputs(strip.batch, strip.batch, strip.channel)), line(call.x, strip), results(y, strip),
+          lane(threadIdx.x % LANES), first(lane * PACK) {
+        call.load(strip.channel, filter);
+        read_left(strip, inputs, first, left);
+    }
+
+    template <bool inside> __device__ __forceinline__ void fetch(Fetched (&packs)[BATCH]) const {
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) packs[b].fetch<inside>(strip, line, first + b * TILE);
+    }
+
+    // A tile. inside: all of it is the segment's own.
+    template <bool inside> __device__ __forceinline__ void step(const Fetched& pack) {
+        Real own[PACK], u[BEFORE + PACK], v[PACK];
+        pack.widen_into(line, own);
+        if (!inside) read_state(strip, inputs, first, own);
+        from_the_left(own, left, lane, u);
+#pragma unroll
+        for (int k = 0; k < PACK; ++k) left[k] = u[BEFORE + k] = own[k];
+        Indices<BEFORE + PACK> indices;
+        if (SEQUENCES == INDEXED) indices.read(call, strip.batch, strip.base + first - BEFORE);
+        if (SEQUENCES == INDEXED && !indices.agree()) convolve<true>(filter[0], u, indices.at, v);
+        else convolve<false>(filter[0], u, indices.at, v);
+        if (inside || first < strip.size) write<inside>(strip, results, first, v);
+        first += TILE;
+    }
+};
+
+__device__ void forward_along(const Call& call, const Tensor<X_T>& y, int length, int segments) {
+    Along along(call, y, length, segments);
+    const Strip& strip = along.strip;
+    for (int tile = 0; tile < strip.tiles; tile += BATCH) {
+        Fetched packs[BATCH];
+        bool all = strip.inside(tile, tile + BATCH - 1);
+        if (all) along.fetch<true>(packs);
+        else along.fetch<false>(packs);
+#pragma unroll
+        for (int b = 0; b < BATCH; ++b) {
+            if (all || strip.inside(tile + b, tile + b)) along.step<true>(packs[b]);
+            else if (tile + b < strip.tiles) along.step<false>(packs[b]);
+        }
+    }
+}
+
+struct Across {
+    const Call& call;
+    Walk walk;
+    Column<const X_T> ahead;
+    Column<X_T> results;
+    Elements packs[AHEAD];
     Weights filters[PACK];
-#pragma unroll
-    for (int c = 0; c < PACK; ++c) filters[c] = call.filter(walk.channel + c);
-    Current current(call, walk.batch, walk.first);
+    Current current;
     Real windows[PACK][WIDTH];
-    read_before(call, walk, current, walk.first, windows);
-    Indices<WIDTH> indices;
-    if (SEQUENCES == INDEXED) indices.read(call, walk.batch, walk.first - WIDTH);
-    for (Index first = walk.first; first < walk.end; first += AHEAD) {
-        Elements packs[AHEAD];
+    Indices<BEFORE + AHEAD> indices;  // INDEXED: of the positions of a step, and of those before
+
+    __device__ __forceinline__ Across(const Call& call, const Tensor<X_T>& y, const Walk& walk)
+        : call(call), walk(walk), ahead(call.x, walk, walk.first), results(y, walk, walk.first),
+          current(call, walk.batch, walk.first) {
 #pragma unroll
-        for (int r = 0; r < AHEAD; ++r)
-            if (first + r < walk.end) read_channels(call.x, walk.batch, walk.channel, first + r, packs[r]);
+        for (int r = 0; r < AHEAD; ++r, ahead.next())
+            if (r < walk.size) packs[r].read(ahead.at);
+        call.load(walk.channel, filters);
+        read_before(call, walk, current, walk.first, windows);
+    }
+
+    // Whether the positions of a step and as many after them are the run's own, and the former of
+    // one sequence with all that they see.
+    __device__ __forceinline__ bool inside(int first) {
+        bool own = first + 2 * AHEAD <= walk.size;
+        if (SEQUENCES == INDEXED) {
+            indices.read(call, walk.batch, walk.first + first - BEFORE);
+            own = own && indices.agree();
+        }
+        return own && (SEQUENCES != PACKED || (current.exists && walk.first + first + AHEAD <= current.end));
+    }
+
+    // AHEAD positions.
+    template <bool inside> __device__ __forceinline__ void step(int first) {
 #pragma unroll
-        for (int r = 0; r < AHEAD; ++r) {
-            Index t = first + r;
-            if (t >= walk.end) break;
-            if (SEQUENCES == PACKED && t >= current.end) {
-                current = Current(call, walk.batch, t);
-                read_before(call, walk, current, t, windows);
+        for (int r = 0; r < AHEAD; ++r, ahead.next(), results.next()) {
+            int t = first + r;
+            Elements y_t;
+            Real newest[PACK];
+            widen_pack(packs[r], newest);
+            if (inside || t + AHEAD < walk.size) packs[r].read(ahead.at);
+            if (SEQUENCES == PACKED && !inside && t < walk.size && walk.first + t >= current.end) {
+                current = Current(call, walk.batch, walk.first + t);
+                read_before(call, walk, current, walk.first + t, windows);
             }
-            if (SEQUENCES == INDEXED) push(indices.at, call.index_of(walk.batch, t));
-            Elements results;
+            constexpr bool hide = SEQUENCES == INDEXED && !inside;
 #pragma unroll
             for (int c = 0; c < PACK; ++c) {
-                push(windows[c], widen<Real>(packs[r].at[c]));
+                push(windows[c], newest[c]);
                 Real seen[WIDTH];
-                if (SEQUENCES == INDEXED) keep_seen(indices.at, windows[c], seen);
-                Real v = activate<QUICK>(filters[c].apply(SEQUENCES == INDEXED ? seen : windows[c]), call.silu);
-                if (SEQUENCES == INDEXED && indices.at[BEFORE] < 0) v = 0;
-                if (SEQUENCES == PACKED && !current.exists) v = not_a_number<Real>();
-                results.at[c] = narrow<X_T>(v);
+                if (hide) keep_seen(indices.at + r, windows[c], seen);
+                Real v = activate<SILU, QUICK>(filters[c].apply(hide ? seen : windows[c]));
+                if (hide && indices.at[BEFORE + r] < 0) v = 0;
+                if (SEQUENCES == PACKED && !inside && !current.exists) v = not_a_number<Real>();
+                y_t.at[c] = narrow<X_T>(v);
             }
-            write_channels(y, walk.batch, walk.channel, t, results);
+            if (inside || t < walk.size) y_t.write(results.at);
         }
+    }
+};
+
+__device__ void forward_across(const Call& call, const Tensor<X_T>& y, int run, int walks) {
+    Walk walk(call, run, walks);
+    if (!walk.exists) return;
+    Across across(call, y, walk);
+    for (int first = 0; first < walk.size; first += AHEAD) {
+        if (across.inside(first)) across.step<true>(first);
+        else across.step<false>(first);
     }
 }
 
@@ -103,15 +179,14 @@ causal_conv1d_forward(const X_T* x /* [B, D, L] */, Index x_b, Index x_d, Index 
                       const BIAS_T* bias /* [D] or null */, Index bias_d,
                       const STATE_T* initial_state /* [count, D, S] or null */, Index initial_b, Index initial_d,
                       Index initial_s, const INDEX_T* index /* [B, L] or [count + 1] or null */, Index index_b,
-                      Index index_l, const int* sources /* [B, S] or null */, Index B, Index D, Index L, Index S,
-                      Index count, Index silu, X_T* y /* [B, D, L] */, Index y_b, Index y_d, Index y_l,
+                      Index index_l, const Index* sources /* [B, S] or null */, Index B, Index D, Index L, Index S,
+                      Index count, X_T* y /* [B, D, L] */, Index y_b, Index y_d, Index y_l,
                       STATE_T* final_state /* [count, D, S] or null */, Index final_b, Index final_d, Index final_s,
                       Index length /* of a segment, or a run */, Index parts /* segments, or walks */) {
     Call call{{x, x_b, x_d, x_l}, weight, weight_d, weight_k, bias, bias_d,
-              {initial_state, initial_b, initial_d, initial_s}, index, index_b, index_l, sources, B, D, L, S, count,
-              silu != 0};
+              {initial_state, initial_b, initial_d, initial_s}, index, index_b, index_l, sources, B, D, L, S, count};
     Tensor<X_T> results{y, y_b, y_d, y_l};
-    if (ACROSS) forward_across(call, results, length, parts);
-    else forward_along(call, results, length, parts);
-    if (final_state) keep_last(call, {final_state, final_b, final_d, final_s});
+    if (ACROSS) forward_across(call, results, int(length), int(parts));
+    else forward_along(call, results, int(length), int(parts));
+    if (FINAL_STATE) keep_last(call, {final_state, final_b, final_d, final_s});
 }

@@ -2,14 +2,16 @@
 // What forward and backward of the causal convolution share: a call's tensors, the inputs of a
 // sequence, and how warps share the work out.
 //
-// ALONG: neighbouring lanes have neighbouring positions. A group of LANES lanes takes a row, one
-// channel of one batch item; a lane has a pack of PACK positions of each tile of LANES * PACK.
+// ALONG: neighbouring lanes have neighbouring positions. A group of LANES lanes, of one warp, takes a
+// segment of a row, one channel of one batch item; a lane has a pack of PACK positions of each tile.
 // ACROSS: neighbouring lanes have neighbouring channels, a pack of PACK each. A group of LANES
-// lanes walks over RUN positions one by one.
+// lanes, of one block, walks over a run of positions one by one.
 //
-// Compiled with: X_T, WEIGHT_T, BIAS_T, STATE_T, REAL, WIDTH; ACROSS (0 or 1), PACK, LANES, WARPS;
-// ADJACENT (1: the elements of a pack lie next to each other in every tensor like x);
-// SEQUENCES (below), INDEX_T.
+// Compiled with: X_T, WEIGHT_T, BIAS_T, STATE_T, REAL, WIDTH; SILU, INITIAL_STATE, FINAL_STATE (0 or 1:
+// what a call has); ACROSS (0 or 1), PACK, LANES, WARPS; RESIDENT, blocks of threads for which a
+// multiprocessor's registers have to suffice; BATCH, tiles that are read at once, and PACKS (ALONG:
+// below); WEIGHTS_AT_ONCE, as many of a lane's weights lie in one aligned place; SEQUENCES (below),
+// INDEX_T.
 
 #include "common.cuh"
 #include "convolution.cuh"
@@ -21,8 +23,12 @@ typedef REAL Real;
 #define INDEXED 1  // positions have an index [B, L]: those with the same one see each other, negative ones are padding
 #define PACKED 2   // one batch item, with the positions [count + 1] where sequences start
 
+// PACKS, ALONG
+#define APART 0    // positions do not lie next to each other in each tensor like x
+#define SHIFTED 1  // they do; inputs are not aligned as results are
+#define ALIGNED 2  // they do, and all rows of a channel are aligned alike
+
 constexpr int THREADS = WARP * WARPS;
-constexpr int GROUPS = WARP / LANES;      // of a warp
 constexpr int BEFORE = WIDTH - 1;         // inputs of a position before its own
 constexpr bool QUICK = sizeof(X_T) == 2;  // see sigmoid
 
@@ -35,9 +41,12 @@ struct Inputs {
     Row<const X_T> x;
     Row<const STATE_T> state;  // newest last
     Index start, end, width;   // width 0: without a state
-    __device__ __forceinline__ Real at(Index position) const {
-        if (position >= start) return position < end ? widen<Real>(x[position]) : Real(0);
+    __device__ __forceinline__ Real before_start(Index position) const {
         return position >= start - width ? widen<Real>(state[width + position - start]) : Real(0);
+    }
+    __device__ __forceinline__ Real at(Index position) const {
+        if (position < start) return before_start(position);
+        return position < end ? widen<Real>(x[position]) : Real(0);
     }
 };
 
@@ -50,14 +59,11 @@ struct Call {  // what both directions read
     Tensor<const STATE_T> initial;  // [count, D, S] or null
     const INDEX_T* index;           // INDEXED: [B, L]; PACKED: [count + 1]
     Index index_b, index_l;
-    const int* sources;             // INDEXED, with final states: [B, S], see causal_conv1d_sources
+    const Index* sources;             // INDEXED, with final states: [B, S], see causal_conv1d_sources
     Index B, D, L, S, count;        // states have S columns; as many as sequences: B, or those packed
-    bool silu;
 
-    __device__ __forceinline__ Weights filter(Index channel) const {
-        Weights filter;
-        filter.load(weight, weight_d, weight_k, bias, bias_d, channel);
-        return filter;
+    template <int n> __device__ __forceinline__ void load(Index channel, Weights (&filters)[n]) const {
+        load_filters<WEIGHTS_AT_ONCE>(weight, weight_d, weight_k, bias, bias_d, channel, filters);
     }
     __device__ __forceinline__ Index starts(Index sequence) const { return Index(index[sequence * index_l]); }
     // PACKED: whether a sequence is one of positions that there are.
@@ -69,7 +75,7 @@ struct Call {  // what both directions read
         bool packed = SEQUENCES == PACKED;
         Inputs inputs{x.row(batch, channel), {nullptr, 0}, packed ? starts(sequence) : 0,
                       packed ? starts(sequence + 1) : L, 0};
-        if (initial.data) inputs.state = initial.row(sequence, channel), inputs.width = S;
+        if (INITIAL_STATE) inputs.state = initial.row(sequence, channel), inputs.width = S;
         return inputs;
     }
     // INDEXED: the index of a position; inputs before position 0 have its index.
@@ -88,26 +94,84 @@ struct Call {  // what both directions read
     }
 };
 
-// ---- ALONG: a lane's pack of positions, and as many packs before it as the filter reaches back
+// INDEXED: the indices of `count` neighbouring positions.
+template <int count> struct Indices {
+    Id at[count];
+    __device__ __forceinline__ void read(const Call& call, Index batch, Index first) {
+#pragma unroll
+        for (int k = 0; k < count; ++k) at[k] = call.index_of(batch, first + k);
+    }
+    // Whether all of these positions see each other.
+    __device__ __forceinline__ bool agree() const {
+        bool alike = at[0] >= 0;
+#pragma unroll
+        for (int k = 1; k < count; ++k) alike &= at[k] == at[0];
+        return alike;
+    }
+};
 
-constexpr int SLOTS = 1 + (BEFORE + PACK - 1) / PACK;
-constexpr int OWN = (SLOTS - 1) * PACK;  // of a lane's inputs, the first of its own pack
+// INDEXED: the inputs of a position, the newest last, without those that it does not see.
+__device__ __forceinline__ void keep_seen(const Id* indices, const Real* window, Real (&seen)[WIDTH]) {
+#pragma unroll
+    for (int k = 0; k < WIDTH; ++k) {
+        bool sees = indices[k] == indices[BEFORE] && indices[BEFORE] >= 0;
+        seen[k] = sees ? window[k] : Real(0);
+    }
+}
 
-struct Strip {  // what a group of lanes walks over: a segment of a row
-    Index batch, channel, first, end;  // the lane's first pack, and where the segment ends
+// ---- ALONG: a lane's pack of positions, and what neighbours hand over
+
+constexpr int TILE = LANES * PACK;
+constexpr int FAR = 1 << 30;  // a position beyond those of a strip
+
+// Positions that exist, counted from one of them: from .. to - 1.
+struct Span {
+    int from, to;
+    __device__ __forceinline__ bool has(int k) const { return k >= from && k < to; }
+    __device__ __forceinline__ bool has_all(int count) const { return from <= 0 && count <= to; }
+    __device__ __forceinline__ bool has_any(int count) const { return from < count && to > 0; }
+};
+
+// What a group of lanes walks over: a segment of a row, whose positions are counted from `base` on.
+// Packs are aligned as the rows of results are; the first one of a row may begin before it.
+struct Strip {
+    Index batch, channel, base;
+    int segment, tiles;  // as many tiles for each row, so that a warp stays together
+    int from, to, size;  // positions from .. to - 1 exist; the segment has 0 .. size - 1
     bool exists;
-    // Packs are aligned as the rows of `aligned` are.
-    __device__ Strip(const Call& call, const Tensor<X_T>& aligned, Index segment_length, Index segments) {
-        Index warp = Index(blockIdx.x) * WARPS + threadIdx.x / WARP;
-        Index row = warp / segments * GROUPS + threadIdx.x % WARP / LANES, segment = warp % segments;
+    // Of what follows the segment, `beyond` positions exist.
+    __device__ Strip(const Call& call, const Tensor<X_T>& results, int length, int segments, int beyond) {
+        unsigned warp = blockIdx.x * WARPS + threadIdx.x / WARP;
+        Index row = Index(warp / segments) * (WARP / LANES) + threadIdx.x % WARP / LANES;
         exists = row < call.B * call.D;
         row = exists ? row : 0;
         batch = row / call.D, channel = row % call.D;
-        Index shift = ADJACENT ? Index(reinterpret_cast<size_t>(aligned.row(batch, channel).data) / sizeof(X_T) % PACK)
-                               : 0;
-        first = segment * segment_length - shift;
-        end = min(first + segment_length, call.L);
-        first += threadIdx.x % LANES * PACK;
+        segment = warp % segments, base = Index(segment) * length;
+        tiles = int((min(Index(length), call.L - base + PACK - 1) + TILE - 1) / TILE);
+        if (PACKS != APART)
+            base -= Index(reinterpret_cast<size_t>(results.row(batch, channel).data) / sizeof(X_T) % PACK);
+        from = int(max(-base, Index(-FAR)));
+        to = exists ? int(min(call.L - base, Index(length + beyond))) : from;
+        size = min(length, to);
+    }
+    __device__ __forceinline__ Span span(int first) const { return {from - first, to - first}; }
+    // Whether all that the warp has in these tiles exists and is of a segment of its own.
+    __device__ __forceinline__ bool inside(int first_tile, int last_tile) const {
+        bool own = first_tile * TILE >= from && (last_tile + 1) * TILE <= size;
+        return LANES == WARP ? own : __all_sync(FULL_MASK, own);
+    }
+};
+
+// A strip of a tensor.
+template <class T> struct Line {
+    T* data;  // of position 0 of the strip
+    Index stride;
+    int offset;  // SHIFTED: of position 0 behind an aligned one
+    __device__ Line(const Tensor<T>& tensor, const Strip& strip) {
+        Row<T> row = tensor.row(strip.batch, strip.channel);
+        stride = PACKS == APART ? row.stride : 1;
+        data = row.data + strip.base * stride;
+        offset = PACKS == SHIFTED ? int(reinterpret_cast<size_t>(data) / sizeof(T) % PACK) : 0;
     }
 };
 
@@ -122,119 +186,138 @@ template <class T> __device__ __forceinline__ T element(const unsigned* words, i
     return v;
 }
 
-// `count` packs of elements from `first` on, where x is not aligned as packs are: from the packs of
-// memory that they lie in.
-template <int count>
-__device__ __forceinline__ void read_shifted(const X_T* first, int offset, Real (&u)[count * PACK]) {
-    constexpr int of_pack = PACK * sizeof(X_T) / 4, n = (count + 1) * of_pack;
-    unsigned words[n + 2] = {};
-#pragma unroll
-    for (int k = 0; k <= count; ++k) {
-        Elements pack;
-        pack.read(first - offset + k * PACK);
-        memcpy(words + k * of_pack, &pack, sizeof pack);
-    }
-    int bytes = offset * int(sizeof(X_T));
-    if (bytes & 8)
-#pragma unroll
-        for (int w = 0; w < n; ++w) words[w] = words[w + 2];
-    if (bytes & 4)
-#pragma unroll
-        for (int w = 0; w < n; ++w) words[w] = words[w + 1];
-    if (bytes & 2)
-#pragma unroll
-        for (int w = 0; w < n; ++w) words[w] = words[w] >> 16 | words[w + 1] << 16;
-#pragma unroll
-    for (int k = 0; k < count * PACK; ++k) u[k] = widen<Real>(element<X_T>(words, k));
-}
+// A pack of a line as it lies in memory, 0 for what does not exist.
+struct Fetched {
+    static constexpr int n = 1 + (PACKS == SHIFTED);
+    Elements packs[n];
 
-// `count` packs of a row from `first` on, which may lie partly outside of it.
-template <int count>
-__device__ __forceinline__ void read(const Inputs& inputs, Index first, Real (&u)[count * PACK]) {
-    const X_T* from = inputs.x.data + first;
-    int offset = ADJACENT ? int(reinterpret_cast<size_t>(from) / sizeof(X_T) % PACK) : 0;
-    if constexpr (ADJACENT) {
-        if (offset > 0 && first >= offset && first - offset + (count + 1) * PACK <= inputs.end) {
-            read_shifted<count>(from, offset, u);
-            return;
+    template <bool inside>
+    __device__ __forceinline__ void fetch(const Strip& strip, const Line<const X_T>& line, int first) {
+        first -= line.offset;
+#pragma unroll
+        for (int i = 0; i < n; ++i, first += PACK) {
+            const X_T* from = line.data + first * line.stride;
+            Span exist = strip.span(first);
+            if (PACKS != APART && ((inside && PACKS == ALIGNED) || exist.has_all(PACK))) {
+                packs[i].read(from);
+            } else {
+                packs[i] = Elements{};
+                if (exist.has_any(PACK))
+#pragma unroll
+                    for (int k = 0; k < PACK; ++k)
+                        if (exist.has(k)) packs[i].at[k] = from[k * line.stride];
+            }
         }
     }
+    __device__ __forceinline__ void widen_into(const Line<const X_T>& line, Real (&u)[PACK]) const {
+        if constexpr (PACKS != SHIFTED) {
+            widen_pack(packs[0], u);
+        } else {  // by words, then by half a word
+            constexpr int used = n * sizeof(Elements) / 4;
+            unsigned words[used + 2] = {};
+            memcpy(words, packs, sizeof packs);
+            int bytes = line.offset * int(sizeof(X_T));
 #pragma unroll
-    for (int slot = 0; slot < count; ++slot) {
-        Index position = first + slot * PACK;
-        if (ADJACENT && offset == 0 && position >= 0 && position + PACK <= inputs.end) {
-            Elements pack;
-            pack.read(from + slot * PACK);
+            for (int w = 0; w < used; ++w) words[w] = bytes & 8 ? words[w + 2] : words[w];
 #pragma unroll
-            for (int k = 0; k < PACK; ++k) u[slot * PACK + k] = widen<Real>(pack.at[k]);
-        } else {  // at an end of the row; a loop with a shift has little code and few registers
-            Real some[PACK];
-#pragma unroll 1
-            for (int k = 0; k < PACK; ++k) push(some, inputs.at(position + k));
+            for (int w = 0; w < used; ++w) words[w] = bytes & 4 ? words[w + 1] : words[w];
+            if (sizeof(X_T) == 2)
 #pragma unroll
-            for (int k = 0; k < PACK; ++k) u[slot * PACK + k] = some[k];
+                for (int w = 0; w < used; ++w) words[w] = __funnelshift_r(words[w], words[w + 1], bytes % 4 * 8);
+#pragma unroll
+            for (int k = 0; k < PACK; ++k) u[k] = widen<Real>(element<X_T>(words, k));
         }
-    }
-}
-
-// A pack of results; rows of results are aligned as packs are.
-__device__ __forceinline__ void write(const Row<X_T>& row, Index first, Index L, Real (&v)[PACK]) {
-    if (ADJACENT && first >= 0 && first + PACK <= L) {
-        Elements pack;
-#pragma unroll
-        for (int k = 0; k < PACK; ++k) pack.at[k] = narrow<X_T>(v[k]);
-        pack.write(row.data + first);
-        return;
-    }
-#pragma unroll 1
-    for (int k = 0; k < PACK; ++k) {
-        if (first + k >= 0 && first + k < L) row[first + k] = narrow<X_T>(v[0]);
-        push(v, v[0]);
-    }
-}
-
-// INDEXED: the indices of `count` positions from `first` on.
-template <int count> struct Indices {
-    Id at[count];
-    __device__ __forceinline__ void read(const Call& call, Index batch, Index first) {
-#pragma unroll
-        for (int k = 0; k < count; ++k) at[k] = call.index_of(batch, first + k);
     }
 };
 
-// The inputs of a position, the newest last, without those that it does not see.
-__device__ __forceinline__ void keep_seen(const Id* indices, const Real* window, Real (&seen)[WIDTH]) {
+// What a lane's pack has of the positions before it and after it. A lane gives to as many lanes on
+// either side as a filter reaches; from one end of a tile to the other end of the next one.
+
+// `tile`: a lane's values in this tile; `left`: those in the tile on the left.
+__device__ __forceinline__ void from_the_left(const Real (&tile)[PACK], const Real (&left)[PACK], int lane,
+                                              Real* before /* [BEFORE], the nearest last */) {
 #pragma unroll
-    for (int k = 0; k < WIDTH; ++k) {
-        bool sees = indices[k] == indices[BEFORE] && indices[BEFORE] >= 0;
-        seen[k] = sees ? window[k] : Real(0);
+    for (int k = 1; k <= BEFORE; ++k) {
+        int lanes = (k + PACK - 1) / PACK, element = lanes * PACK - k;  // so many lanes before
+        Real mine = lane + lanes < LANES ? tile[element] : left[element];
+        before[BEFORE - k] = __shfl_sync(FULL_MASK, mine, (lane - lanes + LANES) % LANES, LANES);
+    }
+}
+
+// `tile`: a lane's values in this tile; `right`: those in the tile on the right.
+__device__ __forceinline__ void from_the_right(const Real (&tile)[PACK], const Real (&right)[PACK], int lane,
+                                               Real* after /* [BEFORE], the nearest first */) {
+#pragma unroll
+    for (int k = 0; k < BEFORE; ++k) {
+        int lanes = 1 + k / PACK;  // so many lanes on
+        Real mine = lane >= lanes ? tile[k % PACK] : right[k % PACK];
+        after[k] = __shfl_sync(FULL_MASK, mine, (lane + lanes) % LANES, LANES);
+    }
+}
+
+// Inputs of a pack that lie before its row, of which there is an initial state.
+__device__ __forceinline__ void read_state(const Strip& strip, const Inputs& inputs, int first, Real (&u)[PACK]) {
+    int before = strip.from - first;
+    if (!INITIAL_STATE || before <= 0) return;
+#pragma unroll
+    for (int k = 0; k < PACK; ++k)
+        if (k < before) u[k] = inputs.before_start(Index(k - before));
+}
+
+// What the tile on the left of a strip would have.
+__device__ __forceinline__ void read_left(const Strip& strip, const Inputs& inputs, int first, Real (&left)[PACK]) {
+#pragma unroll
+    for (int k = 0; k < PACK; ++k) left[k] = 0;
+    if (!strip.exists || (!INITIAL_STATE && strip.from >= 0)) return;
+#pragma unroll
+    for (int k = 0; k < PACK; ++k)
+        if (first + k + BEFORE >= TILE) left[k] = inputs.at(strip.base + first - TILE + k);
+}
+
+// A pack of results.
+template <bool inside>
+__device__ __forceinline__ void write(const Strip& strip, const Line<X_T>& line, int first, const Real (&v)[PACK]) {
+    X_T* to = line.data + first * line.stride;
+    Elements pack;
+#pragma unroll
+    for (int k = 0; k < PACK; ++k) pack.at[k] = narrow<X_T>(v[k]);
+    Span exist = strip.span(first);
+    if (PACKS != APART && (inside || exist.has_all(PACK))) {
+        pack.write(to);
+    } else if (exist.has_any(PACK)) {
+#pragma unroll
+        for (int k = 0; k < PACK; ++k)
+            if (exist.has(k)) to[k * line.stride] = pack.at[k];
     }
 }
 
 // ---- ACROSS: a lane's pack of channels, position by position
 
-struct Walk {  // of a lane: its channels, and its positions first .. end - 1
-    Index batch, channel, first, end;
+constexpr int GROUPS = THREADS / LANES;
+
+struct Walk {  // of a lane: its channels, and its positions first .. first + size - 1
+    Index batch, channel, first;
+    int size;
     bool exists;
-    __device__ Walk(const Call& call, Index run, Index walks) {
-        Index tiles = (call.D + LANES * PACK - 1) / (LANES * PACK), block = blockIdx.x;
-        Index walk = block % walks * (WARPS * GROUPS) + threadIdx.x / WARP * GROUPS + threadIdx.x % WARP / LANES;
-        batch = block / walks / tiles;
-        channel = (block / walks % tiles * LANES + threadIdx.x % LANES) * PACK;
-        first = walk * run;
-        end = min(first + run, call.L);
-        exists = batch < call.B && channel < call.D && first < end;  // packs divide the channels
+    __device__ Walk(const Call& call, int run, int walks) {
+        Index tiles = (call.D + TILE - 1) / TILE, block = blockIdx.x / tiles;
+        channel = (blockIdx.x % tiles * LANES + threadIdx.x % LANES) * PACK;
+        first = (block % walks * GROUPS + threadIdx.x / LANES) * run;
+        batch = block / walks;
+        exists = batch < call.B && channel < call.D && first < call.L;  // packs divide the channels
+        size = exists ? int(min(Index(run), call.L - first)) : 0;
     }
 };
 
-__device__ __forceinline__ void read_channels(const Tensor<const X_T>& x, Index batch, Index channel, Index position,
-                                              Elements& pack) {
-    pack.read(x.data + batch * x.stride_batch + channel * x.stride_channel + position * x.stride_position);
-}
-__device__ __forceinline__ void write_channels(const Tensor<X_T>& y, Index batch, Index channel, Index position,
-                                               const Elements& pack) {
-    pack.write(y.data + batch * y.stride_batch + channel * y.stride_channel + position * y.stride_position);
-}
+// The packs of a walk's channels, position by position.
+template <class T> struct Column {
+    T* at;
+    Index stride;
+    __device__ Column(const Tensor<T>& tensor, const Walk& walk, Index position) : stride(tensor.stride_position) {
+        at = tensor.row(walk.batch, walk.channel).data + position * stride;
+    }
+    __device__ __forceinline__ void next() { at += stride; }
+};
 
 // The sequence that a walk is in.
 struct Current {
@@ -257,10 +340,10 @@ __device__ __forceinline__ void read_before(const Call& call, const Walk& walk, 
     for (int k = 1; k < WIDTH; ++k) {
         Index before = position - WIDTH + k;
         Elements pack{};
-        if (current.exists && before >= current.start) read_channels(call.x, walk.batch, walk.channel, before, pack);
+        if (current.exists && before >= current.start) pack.read(Column<const X_T>(call.x, walk, before).at);
 #pragma unroll
         for (int c = 0; c < PACK; ++c) windows[c][k] = widen<Real>(pack.at[c]);
-        if (!call.initial.data || !current.exists || before >= current.start) continue;
+        if (!INITIAL_STATE || !current.exists || before >= current.start) continue;
         Index column = call.S + before - current.start;
 #pragma unroll
         for (int c = 0; c < PACK; ++c)

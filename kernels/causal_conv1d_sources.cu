@@ -12,7 +12,7 @@
 
 extern "C" __global__ void __launch_bounds__(WARP)
 causal_conv1d_sources(const INDEX_T* index /* [B, L] */, Index index_b, Index index_l, Index L, Index S, Index has_state,
-                      int* sources /* [B, S]: a position, below 0 in the initial state, or NOTHING_KEPT */) {
+                      Index* sources /* [B, S]: a position, below 0 in the initial state, or NOTHING_KEPT */) {
     index += blockIdx.x * index_b;
     sources += blockIdx.x * S;
     Index left = S, own = -1;  // entries to be found, the newest last; the index of the last sequence
@@ -26,11 +26,11 @@ causal_conv1d_sources(const INDEX_T* index /* [B, L] */, Index index_b, Index in
         unsigned until = other ? (1u << (__ffs(other) - 1)) - 1 : FULL_MASK;  // lanes before the first other one
         unsigned found = real & until, before = found & ((1u << threadIdx.x) - 1);
         Index place = left - 1 - __popc(before);
-        if (found >> threadIdx.x & 1 && place >= 0) sources[place] = int(position);
+        if (found >> threadIdx.x & 1 && place >= 0) sources[place] = position;
         left -= __popc(found);
         ended = other != 0;
     }
     left = max(left, Index(0));
     bool reaches = has_state && !ended && (own < 0 || Index(index[0]) == own);  // back to the initial state
-    for (Index s = threadIdx.x; s < left; s += WARP) sources[s] = reaches ? int(s - left) : NOTHING_KEPT;
+    for (Index s = threadIdx.x; s < left; s += WARP) sources[s] = reaches ? s - left : NOTHING_KEPT;
 }

@@ -2,7 +2,7 @@
 // What the causal depthwise convolutions share: strided tensors, packs of elements that are read at
 // once, the activation, and the inputs of a sequence as its state continues them into the past.
 
-constexpr int NOTHING_KEPT = 0x7fffffff;  // in an entry of a state, among those that name an input
+constexpr Index NOTHING_KEPT = 0x7fffffffffffffff;  // in an entry of a state, among those that name an input
 
 // One channel of one batch item of a tensor (B, D, L): positions with their stride in elements.
 template <class T> struct Row {
@@ -41,33 +41,48 @@ template <class T, int n> struct Pack {
     }
 };
 
+// Its elements, widened: two of bfloat16 are a word's halves, one instruction each.
+template <class Real, class T, int n> __device__ __forceinline__ void widen_pack(const Pack<T, n>& pack, Real* to) {
+#pragma unroll
+    for (int k = 0; k < n; ++k) to[k] = widen<Real>(pack.at[k]);
+}
+template <class Real, int n>
+__device__ __forceinline__ void widen_pack(const Pack<__nv_bfloat16, n>& pack, Real* to) {
+    unsigned words[(n + 1) / 2] = {};
+    memcpy(words, &pack, sizeof pack);
+#pragma unroll
+    for (int k = 0; k < n; ++k) to[k] = Real(__uint_as_float(k % 2 ? words[k / 2] & 0xffff0000u : words[k / 2] << 16));
+}
+
+__device__ __forceinline__ float reciprocal(float v) {  // to about a unit in the last place
+#ifdef __CUDA_ARCH__
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+    return r;
+#else
+    return 1.0f / v;
+#endif
+}
+
 // For results that are rounded to 16 bits a quick exponential is good enough.
 template <bool quick> __device__ __forceinline__ float sigmoid(float v) {
-    return __fdividef(1.0f, 1.0f + (quick ? __expf(-v) : exp(-v)));
+    return reciprocal(1.0f + (quick ? __expf(-v) : exp(-v)));
 }
 template <bool quick> __device__ __forceinline__ double sigmoid(double v) { return 1 / (1 + exp(-v)); }
 
-template <bool quick, class Real> __device__ __forceinline__ Real activate(Real v, bool silu) {
+template <bool silu, bool quick, class Real> __device__ __forceinline__ Real activate(Real v) {
     return silu ? v * sigmoid<quick>(v) : v;
 }
 
-template <bool quick, class Real> __device__ __forceinline__ Real activation_slope(Real v, bool silu) {
+template <bool silu, bool quick, class Real> __device__ __forceinline__ Real activation_slope(Real v) {
+    if (!silu) return Real(1);
     Real s = sigmoid<quick>(v);
-    return silu ? s * (Real(1) + v * (Real(1) - s)) : Real(1);
+    return s + v * s * (Real(1) - s);
 }
 
 // The weights of one channel, and its bias (0 without one).
 template <class Real, int W> struct Filter {
     Real weight[W], bias;
-
-    template <class Weight, class Bias>
-    __device__ __forceinline__ void load(const Weight* weights /* [D, W] */, Index stride_channel, Index stride_tap,
-                                         const Bias* biases /* [D] or null */, Index bias_stride, Index channel) {
-#pragma unroll
-        for (int k = 0; k < W; ++k) weight[k] = widen<Real>(weights[channel * stride_channel + k * stride_tap]);
-        bias = biases ? widen<Real>(biases[channel * bias_stride]) : Real(0);
-    }
-
     // bias + sum_k weight[k] window[k], the newest input last
     __device__ __forceinline__ Real apply(const Real* window) const {
         Real sum = bias;
@@ -76,6 +91,22 @@ template <class Real, int W> struct Filter {
         return sum;
     }
 };
+
+// Filters of `n` neighbouring channels, with so many weights read at once.
+template <int at_once, class Weight, class Bias, class Real, int W, int n>
+__device__ __forceinline__ void load_filters(const Weight* weight /* [D, W] */, Index weight_d, Index weight_k,
+                                             const Bias* bias /* [D] or null */, Index bias_d, Index channel,
+                                             Filter<Real, W> (&filters)[n]) {
+#pragma unroll
+    for (int k = 0; k < n * W; k += at_once) {
+        Pack<Weight, at_once> some;
+        some.read(weight + (channel + k / W) * weight_d + k % W * weight_k);
+#pragma unroll
+        for (int j = 0; j < at_once; ++j) filters[(k + j) / W].weight[(k + j) % W] = widen<Real>(some.at[j]);
+    }
+#pragma unroll
+    for (int c = 0; c < n; ++c) filters[c].bias = bias ? widen<Real>(bias[(channel + c) * bias_d]) : Real(0);
+}
 
 template <class T, int W> __device__ __forceinline__ void push(T (&window)[W], T newest) {
 #pragma unroll

@@ -29,8 +29,9 @@ def causal_conv1d(
             With seq_idx it belongs to the sequence of position 0.
 
     Returns:
-        y in the shape, layout and dtype of x, as the kind of array that x is. 16-bit inputs are
-        computed in float32.
+        y in the shape, layout and dtype of x, as the kind of array that x is. Where x's last two
+        axes are transposed in memory so are y's, unless x is JAX's or known by DLPack alone. 16-bit
+        inputs are computed in float32.
 
     Raises:
         ValueError: for shapes or options that do not fit, arrays on different devices, or a tensor
@@ -113,7 +114,8 @@ def causal_conv1d_backward(
 
     Returns:
         Gradients(x, weight, bias, initial_state), each in the shape and dtype of its argument and
-        as the kind of array that grad_y is; None for a bias or an initial state that is None.
+        as the kind of array that grad_y is; None for a bias or an initial state that is None. The
+        gradient by x lies in memory as x does, whatever grad_y's strides, like y of the forward.
 
     Raises: as `causal_conv1d`.
 
@@ -160,7 +162,7 @@ def _borrow(operator, x, weight, bias, activation, layout, seq_idx, initial_stat
     index = _borrow_index(operator, x, seq_idx)
     return Call(
         *(x, weight, bias, initial_state, index, activation is not None),
-        *(INDEXED if index else WHOLE, states, state_dtype, given.shape, axes, weight_shape),
+        *(INDEXED if index else WHOLE, states, state_dtype, given, axes, weight_shape),
     )
 
 

@@ -1,10 +1,12 @@
 """Causal depthwise convolution, the streaming step: new inputs against a state of the past."""
 
 from functools import lru_cache
+from math import gcd
 from typing import NamedTuple
 
 from cuseq.host import causal_conv1d_update as host
 from cuseq.ops.convolution import NOTHING, as_bdl, borrow_filter, check_options, check_state
+from cuseq.ops.convolution_plan import SIZES, at_once, rows_at_once
 from cuseq.runtime import arrays, checks
 from cuseq.runtime.arrays import HOST
 from cuseq.runtime.kernels import C_TYPES
@@ -12,6 +14,8 @@ from cuseq.runtime.kernels import C_TYPES
 FILE = "causal_conv1d_update.cu"
 THREADS = 128
 MOST_COLUMNS = 8  # of a state, in registers
+MOST_CHANNELS, MOST_BYTES = 4, 32  # of a thread; of their states, which lie apart among lanes
+THREADS_TO_FILL = 2**15  # a device, before threads have several channels
 
 
 class Problem(NamedTuple):
@@ -24,6 +28,10 @@ class Problem(NamedTuple):
     P: int
     S: int
     dtypes: tuple  # of x, weight, bias, state, cache_seqlens, state_indices
+    silu: bool
+    channels: int  # of x and y, that can be read and written at once
+    weights: int  # of all channels together, that can be read at once
+    columns: int  # of all states of a row together, that can be read and written at once
     device: int
 
 
@@ -116,7 +124,9 @@ def causal_conv1d_update(
             seqlens.dtype if seqlens else "int32",
             indices.dtype if indices else "int32",
         )
-        how = plan(Problem(B, D, T, W, P, S, dtypes, given.device))
+        channels = min(at_once(tensor.seen_as(0, 2, 1)) for tensor in (tokens, y_seen))
+        together = channels, rows_at_once(weight), rows_at_once(pool)
+        how = plan(Problem(B, D, T, W, P, S, dtypes, silu, *together, given.device))
         args = (
             *tokens.flat,
             *pool.flat,
@@ -125,7 +135,7 @@ def causal_conv1d_update(
             *(seqlens.flat if seqlens else NOTHING[:2]),
             *(indices.flat if indices else NOTHING[:2]),
             *y_seen.flat,
-            *(D, T, P, S, int(silu)),
+            *(D, T, P, S),
         )
         with arrays.launching(tokens, pool, weight, bias, seqlens, indices) as launch:
             launch(FILE, "causal_conv1d_update", how.macros, how.grid, how.block, args)
@@ -188,13 +198,23 @@ def _index(name, values, x, bounds, expected):
 
 @lru_cache(maxsize=1024)
 def plan(problem):
-    """The plan of a problem: a thread a channel of a row."""
+    """The plan of a problem: a thread for one channel of a row, or a few where rows are many."""
+    B, D, W = problem.B, problem.D, problem.W
+    bytes_of_state = problem.S * SIZES[problem.dtypes[3]]
+    pack = gcd(problem.channels, MOST_CHANNELS)
+    while pack > 1 and (B * D < THREADS_TO_FILL * pack or pack * bytes_of_state > MOST_BYTES):
+        pack //= 2
+    columns = problem.S if problem.S <= MOST_COLUMNS else 0
     names = "X_T", "WEIGHT_T", "BIAS_T", "STATE_T", "SEQLENS_T", "INDEX_T"
     macros = (
         *((name, C_TYPES[dtype]) for name, dtype in zip(names, problem.dtypes, strict=True)),
         ("REAL", "double" if "float64" in problem.dtypes else "float"),
-        ("WIDTH", problem.W),
+        ("WIDTH", W),
+        ("SILU", int(problem.silu)),
         ("THREADS", THREADS),
-        ("COLUMNS", problem.S if problem.S <= MOST_COLUMNS else 0),
+        ("PACK", pack),
+        ("COLUMNS", columns),
+        ("COLUMNS_AT_ONCE", gcd(problem.columns, pack * columns) if columns else 1),
+        ("WEIGHTS_AT_ONCE", gcd(problem.weights, pack * W)),
     )
-    return Plan(macros, problem.B * -(-problem.D // THREADS), THREADS)
+    return Plan(macros, B * -(-D // (THREADS * pack)), THREADS)

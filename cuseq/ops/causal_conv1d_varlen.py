@@ -118,7 +118,7 @@ def causal_conv1d_varlen_backward(
     operator = "causal_conv1d_varlen"  # whose counterpart in cuseq.torch has this backward
     outer = arrays.borrow("grad_y", grad_y, operator)
     call = _borrow(operator, x, weight, bias, cu_seqlens, activation, initial_state)
-    checks.shape("grad_y", outer, call.shape, "of x", "pass one a y")
+    checks.shape("grad_y", outer, call.given.shape, "of x", "pass one a y")
     checks.same_dtype("grad_y", outer, "x", call.x.dtype)
     checks.same_device("x", call.x, "grad_y", outer)
     outer_state = None
@@ -150,7 +150,7 @@ def _borrow(operator, x, weight, bias, cu_seqlens, activation, initial_state):
         states, state_dtype = tuple(initial_state.shape), initial_state.dtype
     return Call(
         *(x, weight, bias, initial_state, seqlens, activation is not None),
-        *(PACKED, states, state_dtype, given.shape, AXES, weight_shape),
+        *(PACKED, states, state_dtype, given, AXES, weight_shape),
     )
 
 

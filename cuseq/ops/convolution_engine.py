@@ -7,13 +7,21 @@ On a CUDA device a forward is one launch and a backward two; states of sequences
 more. In host memory the same functions run cuseq.host.causal_conv1d and causal_conv1d_varlen.
 """
 
-import math
 from typing import NamedTuple
 
 from cuseq.host import causal_conv1d as host
 from cuseq.host import causal_conv1d_varlen as host_varlen
 from cuseq.ops.convolution import NOTHING
-from cuseq.ops.convolution_plan import INDEXED, PACK_BYTES, PACKED, SIZES, WARP, Problem, plan
+from cuseq.ops.convolution_plan import (
+    INDEXED,
+    PACKED,
+    WARP,
+    Problem,
+    at_once,
+    packs_along,
+    plan,
+    rows_at_once,
+)
 from cuseq.runtime import arrays, kernels
 from cuseq.runtime.arrays import HOST, Array
 from cuseq.runtime.kernels import C_TYPES
@@ -44,13 +52,19 @@ class Call(NamedTuple):
     sequences: int  # WHOLE, INDEXED or PACKED
     states: tuple  # shape of states, (count, D, S)
     state_dtype: str
-    shape: tuple  # of the caller's x
+    given: Array  # x as the caller has it
     axes: tuple  # of the caller's x that are seen as B, D, L
     weight_shape: tuple  # as the caller has it
 
     def like_x(self, like):
-        """An array for what has x's shape, and the same seen as (B, D, L)."""
-        array = arrays.empty(self.shape, self.x.dtype, like)
+        """An array for what has x's shape, and the same seen as (B, D, L).
+
+        It lies in memory as x does; for packed sequences as the kernels walk, always across.
+        """
+        if self.sequences == PACKED:
+            array = arrays.empty(self.given.shape, self.given.dtype, like)
+        else:
+            array = arrays.empty_like(self.given, like)
         return array, array.seen_as(*self.axes)
 
     @property
@@ -58,28 +72,22 @@ class Call(NamedTuple):
         """What a launch reads, None for what there is not."""
         return self.x, self.weight, self.bias, self.initial_state, self.index
 
-    def problem(self, *tensors):
+    def problem(self, *tensors, final_state):
         """For the kernels; `tensors` are those that are accessed as x is."""
         x, bias = self.x, self.bias
         B, D, L = x.shape
         dtypes = x.dtype, self.weight.dtype, bias.dtype if bias else "float32", self.state_dtype
-        across = self.sequences == PACKED or abs(x.strides[1]) < abs(x.strides[2])
+        across = self.sequences == PACKED or 0 < abs(x.strides[1]) < abs(x.strides[2])
         if across:
-            pack = min(_channels_at_once(tensor) for tensor in (x, *tensors))
+            packs = min(at_once(tensor.seen_as(0, 2, 1)) for tensor in (x, *tensors))
         else:
-            pack = int(all(tensor.strides[2] == 1 for tensor in (x, *tensors)))
-        index_dtype = self.index.dtype if self.index else "int32"
-        W = self.weight.shape[1]
-        return Problem(B, D, L, W, dtypes, self.sequences, index_dtype, across, pack, x.device)
-
-
-def _channels_at_once(x):
-    """Of how many neighbouring channels the elements lie in one aligned place."""
-    B, D, L = x.shape
-    if x.strides[1] != 1:
-        return 1
-    strides = [stride for n, stride in ((B, x.strides[0]), (L, x.strides[2])) if n > 1]
-    return math.gcd(PACK_BYTES // SIZES[x.dtype], D, x.pointer // SIZES[x.dtype], *strides)
+            packs = packs_along((x, *tensors))
+        return Problem(
+            *(B, D, L, self.weight.shape[1], dtypes, self.sequences),
+            self.index.dtype if self.index else "int32",
+            *(self.silu, self.initial_state is not None, final_state is not None),
+            *(across, packs, rows_at_once(self.weight), x.device),
+        )
 
 
 def forward(call, with_state):
@@ -89,7 +97,9 @@ def forward(call, with_state):
     if call.x.device == HOST:
         _forward_on_host(call, y_seen, final_state)
     elif y.size or (final_state and final_state.size):
-        how = plan(call.problem(y_seen), kernels.device_limits(call.x.device))
+        how = plan(
+            call.problem(y_seen, final_state=final_state), kernels.device_limits(call.x.device)
+        )
         with arrays.launching(*call.borrowed) as launch:
             sources = _sources(launch, call, with_state)  # named, so that it is not freed yet
             args = (
@@ -114,7 +124,7 @@ def backward(call, grad_y, grad_final_state):
     if call.x.device == HOST:
         _backward_on_host(call, grad_y, grad_final_state, gradients._replace(x=grad_x_seen))
         return gradients
-    problem = call.problem(grad_y, grad_x_seen)
+    problem = call.problem(grad_y, grad_x_seen, final_state=grad_final_state)
     how = plan(problem, kernels.device_limits(problem.device), backward=True)
     parts = problem.B * how.parts
     partials = arrays.empty((parts, D, W + 1), problem.real, grad_y)
@@ -146,7 +156,7 @@ def _sources(launch, call, wanted):
     (B, _, S), L = call.states, call.x.shape[2]
     if call.sequences != INDEXED or not wanted or not B * S:
         return None
-    sources = arrays.empty((B, S), "int32", call.x)
+    sources = arrays.empty((B, S), "int64", call.x)
     args = *call.index.flat, L, S, int(call.initial_state is not None), sources.pointer
     macros = (("INDEX_T", C_TYPES[call.index.dtype]),)
     launch(SOURCES, "causal_conv1d_sources", macros, B, WARP, args)
@@ -167,7 +177,7 @@ def _shared_args(call, sources):
         *(call.initial_state.flat if call.initial_state else NOTHING),
         *index,
         sources.pointer if sources else 0,
-        *(B, D, L, S, count, int(call.silu)),
+        *(B, D, L, S, count),
     )
 
 

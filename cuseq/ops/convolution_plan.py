@@ -1,6 +1,7 @@
 """The plan of a causal convolution: how kernels run a problem, by it and the device alone."""
 
 from functools import lru_cache
+from math import gcd
 from typing import NamedTuple
 
 from cuseq.runtime.kernels import C_TYPES
@@ -8,13 +9,61 @@ from cuseq.runtime.kernels import C_TYPES
 WARP = 32
 WARPS = 4  # of a block
 PACK_BYTES = 16  # that a lane reads at once
-NUMBERS_FORWARD, NUMBERS_BACKWARD = 32, 16  # weights of a pack of channels in registers, ACROSS
-WARPS_TO_FILL = 32  # a multiprocessor, as far as there is work for so many
-SHORTEST_RUN, LONGEST_RUN = 16, 128  # positions that a lane walks over, ACROSS
+MOST_CHANNELS = 4  # of a lane, ACROSS
+NUMBERS_FORWARD, NUMBERS_BACKWARD = 32, 16  # of 4 bytes: weights of all channels of a lane, ACROSS
+WARPS_TO_FILL = 256  # a multiprocessor, ALONG, as far as there is work for so many
 TILES = 4  # of a segment, at least, ALONG
+# Positions that a lane walks over, ACROSS: many, since each walk has something to do first; few
+# where bytes are the limit, so that what the device reads at a time lies close in memory.
+SHORT_RUN, LONG_RUN = 16, 256
+# Blocks of threads that a multiprocessor's registers have to suffice for, by across and backward:
+# for few weights and no more to know of a position, for up to 8 weights, for more.
+RESIDENT = {
+    (False, False): (10, 8, 4),
+    (False, True): (7, 4, 2),
+    (True, False): (4, 4, 4),
+    (True, True): (4, 3, 2),
+}
+LONGEST_SEGMENT = 2**29  # positions, ALONG: counted in 32 bits
 
 WHOLE, INDEXED, PACKED = range(3)  # SEQUENCES of the kernels
+APART, SHIFTED, ALIGNED = range(3)  # PACKS of the kernels
 SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}  # bytes of an element
+
+
+def at_once(array):
+    """How many neighbouring elements of an array's last axis lie in one aligned place."""
+    *outer, n = array.shape
+    if n > 1 and array.strides[-1] != 1:
+        return 1
+    size = SIZES[array.dtype]
+    steps = [stride for m, stride in zip(outer, array.strides, strict=False) if m > 1]
+    return gcd(PACK_BYTES // size, n, array.pointer // size, *steps)
+
+
+def rows_at_once(array):
+    """As `at_once`, across rows of the last axis where they lie next to each other."""
+    *outer, rows, n = array.shape
+    *steps, row, _ = array.strides
+    if rows > 1 and n > 0 and row == n and (n == 1 or array.strides[-1] == 1):
+        return at_once(array._replace(shape=(*outer, rows * n), strides=(*steps, 1)))
+    return at_once(array)
+
+
+def packs_along(tensors):
+    """How the rows (along the last axis) of arrays of one shape and dtype lie: PACKS."""
+    first = tensors[0]
+    n, size = first.shape[-1], SIZES[first.dtype]
+    if any(n > 1 and array.strides[-1] != 1 for array in tensors):
+        return APART
+
+    def offsets(array):
+        steps = [
+            stride for m, stride in zip(array.shape[:-1], array.strides, strict=False) if m > 1
+        ]
+        return [start % (PACK_BYTES // size) for start in (array.pointer // size, *steps)]
+
+    return ALIGNED if all(offsets(array) == offsets(first) for array in tensors) else SHIFTED
 
 
 class Problem(NamedTuple):
@@ -27,8 +76,12 @@ class Problem(NamedTuple):
     dtypes: tuple  # of x, weight, bias, state
     sequences: int
     index_dtype: str
+    silu: bool
+    initial_state: bool
+    final_state: bool  # or its gradient
     across: bool  # channels lie closer in memory than positions
-    pack: int  # ACROSS: channels that can be read at once; ALONG: 0 where positions are apart
+    packs: int  # ACROSS: channels that can be read at once; ALONG: APART, SHIFTED or ALIGNED
+    weights: int  # of all channels together, that can be read at once
     device: int
 
     @property
@@ -52,44 +105,63 @@ def plan(problem, limits, backward=False):
     """The plan of a problem on a device with these limits.
 
     A warp reads along whichever axis lies closest in memory. The length is cut where that is needed
-    to fill the device.
+    to fill the device: ACROSS so that blocks, each of a few walks, fill it a whole number of times.
     """
-    B, D, L, W, dtypes, sequences, index_dtype, across, pack, _ = problem
-    warps = limits.multiprocessors * WARPS_TO_FILL
+    B, D, L, W, dtypes, *_ = problem
+    across, packs, real = problem.across, problem.packs, problem.real
+    demand = _demand(problem)
+    resident = RESIDENT[across, backward][demand]
     if across:
-        adjacent = True
-        numbers = NUMBERS_BACKWARD if backward else NUMBERS_FORWARD
-        numbers = numbers // 2 if problem.real == "float64" else numbers
-        pack = min(pack, _power_of_2_below(max(numbers // W, 1)))
+        numbers = (NUMBERS_BACKWARD if backward else NUMBERS_FORWARD) * 4 // SIZES[real]
+        pack = min(packs, MOST_CHANNELS, _power_of_2_below(max(numbers // W, 1)))
         lanes = _power_of_2_above(min(WARP, -(-D // pack)))
-        tiles, groups = -(-D // (pack * lanes)), WARPS * WARP // lanes
-        run = L * B * tiles * lanes // max(warps * WARP, 1)
-        length = max(SHORTEST_RUN, min(run, LONGEST_RUN)) // 4 * 4
-        parts = max(1, -(-L // (length * groups)))
-        grid = B * tiles * parts
+        columns, groups = B * -(-D // (pack * lanes)), WARPS * WARP // lanes
+        room = max(limits.multiprocessors * resident, 1)  # blocks at a time
+        run = LONG_RUN if backward or SIZES[dtypes[0]] == 2 else SHORT_RUN
+        waves = -(-L * columns // (run * groups * room))
+        parts = max(waves * room // max(columns, 1), 1)
+        length = max(-(-L // (parts * groups * 4)) * 4, SHORT_RUN)
+        parts = max(-(-L // (length * groups)), 1)
+        batch, grid = 1, columns * parts
     else:
-        adjacent, pack = pack > 0, PACK_BYTES // SIZES[dtypes[0]]
+        pack = PACK_BYTES // SIZES[dtypes[0]]
         lanes = _power_of_2_above(min(WARP, max(-(-L // pack), -(-(W - 1) // pack), 1)))
         tile, rows = lanes * pack, -(-B * D * lanes // WARP)
         tiles = max(1, -(-(L + pack - 1) // tile))  # the first pack may begin before the row
-        segments = max(1, min(tiles // TILES, warps // max(rows, 1)))
+        segments = limits.multiprocessors * WARPS_TO_FILL // max(rows, 1)
+        segments = max(1, min(tiles // TILES, segments), -(-L // LONGEST_SEGMENT))
         length = tile * -(-tiles // segments)
         parts = -(-tiles * tile // length)
+        batch = _power_of_2_below(min(tiles + backward, 2 if backward or demand else 4))
         grid = -(-rows * parts // WARPS)
     types = zip(("X_T", "WEIGHT_T", "BIAS_T", "STATE_T"), dtypes, strict=True)
     macros = (
         *((name, C_TYPES[dtype]) for name, dtype in types),
-        ("REAL", C_TYPES[problem.real]),
+        ("REAL", C_TYPES[real]),
         ("WIDTH", W),
+        ("SILU", int(problem.silu)),
+        ("INITIAL_STATE", int(problem.initial_state)),
+        ("FINAL_STATE", int(problem.final_state)),
         ("ACROSS", int(across)),
         ("PACK", pack),
         ("LANES", lanes),
         ("WARPS", WARPS),
-        ("ADJACENT", int(adjacent)),
-        ("SEQUENCES", sequences),
-        ("INDEX_T", C_TYPES[index_dtype]),
+        ("RESIDENT", resident),
+        ("BATCH", batch),
+        ("PACKS", packs),
+        ("WEIGHTS_AT_ONCE", gcd(problem.weights, W * pack if across else W)),
+        ("SEQUENCES", problem.sequences),
+        ("INDEX_T", C_TYPES[problem.index_dtype]),
     )
     return Plan(macros, grid, WARP * WARPS, length, parts)
+
+
+def _demand(problem):
+    """How many registers a thread wants: 0, 1 or 2, as in RESIDENT."""
+    if problem.real == "float64" or problem.W > 8:
+        return 2
+    small = SIZES[problem.dtypes[0]] == 2 if problem.across else problem.packs == ALIGNED
+    return 0 if small and problem.W <= 4 and problem.sequences == WHOLE else 1
 
 
 def _power_of_2_above(n):

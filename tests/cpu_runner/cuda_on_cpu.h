@@ -141,6 +141,9 @@ inline float __saturatef(float v) { return fminf(fmaxf(v, 0), 1); }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __clz(int v) { return v ? __builtin_clz(v) : 32; }
 inline int __ffs(int v) { return __builtin_ffs(v); }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {  // of the two, as one
+    return unsigned(((unsigned long long)high << 32 | low) >> (shift & 31));
+}
 
 template <class T> T __ldg(const T* p) { return *p; }
 template <class T> T __ldcv(const T* p) { return *p; }
