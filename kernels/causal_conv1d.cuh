@@ -63,7 +63,8 @@ struct Call {  // what both directions read
     Index B, D, L, S, count;        // states have S columns; as many as sequences: B, or those packed
 
     template <int n> __device__ __forceinline__ void load(Index channel, Weights (&filters)[n]) const {
-        load_filters<WEIGHTS_AT_ONCE>(weight, weight_d, weight_k, bias, bias_d, channel, filters);
+        constexpr int at_once = n * WIDTH % WEIGHTS_AT_ONCE ? 1 : WEIGHTS_AT_ONCE;  // 1: fewer channels than a pack
+        load_filters<at_once>(weight, weight_d, weight_k, bias, bias_d, channel, filters);
     }
     __device__ __forceinline__ Index starts(Index sequence) const { return Index(index[sequence * index_l]); }
     // PACKED: whether a sequence is one of positions that there are.
@@ -136,7 +137,7 @@ struct Span {
 // Packs are aligned as the rows of results are; the first one of a row may begin before it.
 struct Strip {
     Index batch, channel, base;
-    int segment, tiles;  // as many tiles for each row, so that a warp stays together
+    int segment, tiles;  // as many tiles for each row, so that a warp stays together; none for L = 0
     int from, to, size;  // positions from .. to - 1 exist; the segment has 0 .. size - 1
     bool exists;
     // Of what follows the segment, `beyond` positions exist.
@@ -147,7 +148,7 @@ struct Strip {
         row = exists ? row : 0;
         batch = row / call.D, channel = row % call.D;
         segment = warp % segments, base = Index(segment) * length;
-        tiles = int((min(Index(length), call.L - base + PACK - 1) + TILE - 1) / TILE);
+        tiles = call.L == 0 ? 0 : int((min(Index(length), call.L - base + PACK - 1) + TILE - 1) / TILE);
         if (PACKS != APART)
             base -= Index(reinterpret_cast<size_t>(results.row(batch, channel).data) / sizeof(X_T) % PACK);
         from = int(max(-base, Index(-FAR)));
@@ -211,7 +212,8 @@ struct Fetched {
     }
     __device__ __forceinline__ void widen_into(const Line<const X_T>& line, Real (&u)[PACK]) const {
         if constexpr (PACKS != SHIFTED) {
-            widen_pack(packs[0], u);
+#pragma unroll
+            for (int k = 0; k < PACK; ++k) u[k] = widen<Real>(packs[0].at[k]);
         } else {  // by words, then by half a word
             constexpr int used = n * sizeof(Elements) / 4;
             unsigned words[used + 2] = {};

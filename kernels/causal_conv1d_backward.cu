@@ -177,7 +177,7 @@ struct Along {
 __device__ void backward_along(const Call& call, const Gradients& grad, int length, int segments) {
     Along along(call, grad, length, segments);
     const Strip& strip = along.strip;
-    for (int tile = 0; tile <= strip.tiles; tile += BATCH) {
+    for (int tile = 0; tile <= strip.tiles && strip.tiles > 0; tile += BATCH) {
         Fetched packs[BATCH], outer_packs[BATCH];
         bool all = strip.inside(max(tile - 1, 0), tile + BATCH - 1);
         if (all) along.fetch<true>(packs, outer_packs);

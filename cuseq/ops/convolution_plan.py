@@ -11,7 +11,7 @@ WARPS = 4  # of a block
 PACK_BYTES = 16  # that a lane reads at once
 MOST_CHANNELS = 4  # of a lane, ACROSS
 NUMBERS_FORWARD, NUMBERS_BACKWARD = 32, 16  # of 4 bytes: weights of all channels of a lane, ACROSS
-WARPS_TO_FILL = 256  # a multiprocessor, ALONG, as far as there is work for so many
+WARPS_FORWARD, WARPS_BACKWARD = 256, 128  # a multiprocessor, ALONG, if there is work for so many
 TILES = 4  # of a segment, at least, ALONG
 # Positions that a lane walks over, ACROSS: many, since each walk has something to do first; few
 # where bytes are the limit, so that what the device reads at a time lies close in memory.
@@ -128,8 +128,8 @@ def plan(problem, limits, backward=False):
         lanes = _power_of_2_above(min(WARP, max(-(-L // pack), -(-(W - 1) // pack), 1)))
         tile, rows = lanes * pack, -(-B * D * lanes // WARP)
         tiles = max(1, -(-(L + pack - 1) // tile))  # the first pack may begin before the row
-        segments = limits.multiprocessors * WARPS_TO_FILL // max(rows, 1)
-        segments = max(1, min(tiles // TILES, segments), -(-L // LONGEST_SEGMENT))
+        warps = limits.multiprocessors * (WARPS_BACKWARD if backward else WARPS_FORWARD)
+        segments = max(1, min(tiles // TILES, warps // max(rows, 1)), -(-L // LONGEST_SEGMENT))
         length = tile * -(-tiles // segments)
         parts = -(-tiles * tile // length)
         batch = _power_of_2_below(min(tiles + backward, 2 if backward or demand else 4))
