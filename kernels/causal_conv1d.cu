@@ -7,7 +7,7 @@
 //
 // Work: see causal_conv1d.cuh. Every thread walks over packs of its own; besides, all of them share
 // the final states out.
-// Launch: ALONG: grid (ceil(B D / GROUPS / WARPS * segments)); ACROSS: grid (B * ceil(D / (LANES PACK)) * walks);
+// Launch: grid ALONG (ceil(ceil(B D LANES / 32) segments / WARPS)), ACROSS (B * walks * ceil(D / (LANES PACK)));
 // block (32 * WARPS).
 
 #include "causal_conv1d.cuh"
@@ -122,9 +122,7 @@ struct Across {
 #pragma unroll
         for (int r = 0; r < AHEAD; ++r, ahead.next(), results.next()) {
             int t = first + r;
-            Elements y_t;
-            Real newest[PACK];
-            widen_pack(packs[r], newest);
+            Elements newest = packs[r], y_t;
             if (inside || t + AHEAD < walk.size) packs[r].read(ahead.at);
             if (SEQUENCES == PACKED && !inside && t < walk.size && walk.first + t >= current.end) {
                 current = Current(call, walk.batch, walk.first + t);
@@ -133,7 +131,7 @@ struct Across {
             constexpr bool hide = SEQUENCES == INDEXED && !inside;
 #pragma unroll
             for (int c = 0; c < PACK; ++c) {
-                push(windows[c], newest[c]);
+                push(windows[c], widen<Real>(newest.at[c]));
                 Real seen[WIDTH];
                 if (hide) keep_seen(indices.at + r, windows[c], seen);
                 Real v = activate<SILU, QUICK>(filters[c].apply(hide ? seen : windows[c]));

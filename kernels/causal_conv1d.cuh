@@ -59,7 +59,7 @@ struct Call {  // what both directions read
     Tensor<const STATE_T> initial;  // [count, D, S] or null
     const INDEX_T* index;           // INDEXED: [B, L]; PACKED: [count + 1]
     Index index_b, index_l;
-    const Index* sources;             // INDEXED, with final states: [B, S], see causal_conv1d_sources
+    const Index* sources;           // INDEXED, with final states: [B, S], see causal_conv1d_sources
     Index B, D, L, S, count;        // states have S columns; as many as sequences: B, or those packed
 
     template <int n> __device__ __forceinline__ void load(Index channel, Weights (&filters)[n]) const {
@@ -232,8 +232,8 @@ struct Fetched {
     }
 };
 
-// What a lane's pack has of the positions before it and after it. A lane gives to as many lanes on
-// either side as a filter reaches; from one end of a tile to the other end of the next one.
+// A lane has the values of its pack, and gets those of the W - 1 positions before it, or after it,
+// from the lanes there: at an end of a tile from those at the other end of the next tile.
 
 // `tile`: a lane's values in this tile; `left`: those in the tile on the left.
 __device__ __forceinline__ void from_the_left(const Real (&tile)[PACK], const Real (&left)[PACK], int lane,

@@ -6,8 +6,9 @@
 //     grad_weight[k] = sum_{b,t} g[t] u[t-W+1+k],   grad_bias = sum_{b,t} g[t]
 // and the same for each sequence of a batch item, if it has several.
 //
-// Work: see causal_conv1d.cuh. ALONG, grad_x of a tile comes after g of the tile on its right; both
-// ways, g is also computed of W - 1 positions beyond a segment or a run. The states' gradients are shared out among all threads.
+// Work: see causal_conv1d.cuh. ALONG, grad_x of a tile comes after g of the tile on its right. Both
+// ways, g is also computed of W - 1 positions beyond a segment or a run. The states' gradients are
+// shared out among all threads.
 // Sums over b and t are taken in a fixed order: within a lane, a group, a block, then over all of
 // these by causal_conv1d_sum_partials, so that gradients are the same bits every time.
 //
@@ -31,7 +32,7 @@ struct Gradients {
 struct FromState {
     Tensor<const STATE_T> gradient;
     const Index* sources;  // INDEXED: of the batch item
-    Index S, least;      // INDEXED: the first position of which the state has something
+    Index S, least;        // INDEXED: the first position of which the state has something
     __device__ FromState(const Call& call, const Gradients& grad, Index batch)
         : gradient(grad.final_state), sources(nullptr), S(call.S), least(NOTHING_KEPT) {
         if (SEQUENCES != INDEXED || !FINAL_STATE) return;
@@ -103,11 +104,6 @@ __device__ __forceinline__ void gather(const Span& exist, const Weights& filter,
     }
 }
 
-__device__ __forceinline__ void zero(Real (&g)[PACK]) {
-#pragma unroll
-    for (int k = 0; k < PACK; ++k) g[k] = 0;
-}
-
 struct Along {
     const Call& call;
     Strip strip;
@@ -139,7 +135,7 @@ struct Along {
 
     // g of a tile, and grad_x of the tile on its left. inside: all of both is the segment's own.
     template <bool inside> __device__ __forceinline__ void step(const Fetched& pack, const Fetched& outer_pack) {
-        Real x_own[PACK], grad_y[PACK], u[BEFORE + PACK], g_own[PACK], g[PACK + BEFORE];
+        Real x_own[PACK], grad_y[PACK], u[BEFORE + PACK], g_own[PACK] = {}, g[PACK + BEFORE];
         pack.widen_into(line, x_own);
         outer_pack.widen_into(outer, grad_y);
         if (!inside) read_state(strip, inputs, first, x_own);
@@ -152,7 +148,6 @@ struct Along {
         bool own = inside || first < strip.size, alike = SEQUENCES != INDEXED || indices.agree();
         if (inside && alike) differentiate<true>(exist, filter[0], own, u, grad_y, indices.at, g_own, totals);
         else if (exist.has_any(PACK)) differentiate<false>(exist, filter[0], own, u, grad_y, indices.at, g_own, totals);
-        else zero(g_own);
 
         from_the_right(g_left, g_own, lane, g + PACK);
 #pragma unroll
@@ -250,9 +245,7 @@ struct Across {
 #pragma unroll
         for (int r = 0; r < AHEAD; ++r, results.next()) {
             int t = first + r;
-            Elements sums;
-            Real newest[PACK], outer[PACK];
-            widen_pack(packs[r], newest), widen_pack(outer_packs[r], outer);
+            Elements newest = packs[r], outer = outer_packs[r], sums;
             fetch<inside>(r, t + AHEAD);
             bool exists = inside || t < exist;
             if (SEQUENCES == PACKED && !inside) indices.at[BEFORE + r] = enter(t, exists);
@@ -267,11 +260,11 @@ struct Across {
             kept = kept && from_state.reaches(walk.first + t - BEFORE, end);
 #pragma unroll
             for (int c = 0; c < PACK; ++c) {
-                push(windows[c], newest[c]);
+                push(windows[c], widen<Real>(newest.at[c]));
                 Real seen[WIDTH];
                 if (SEQUENCES == INDEXED && mixed) keep_seen(seen_from, windows[c], seen);
                 const Real* window = SEQUENCES == INDEXED && mixed ? seen : windows[c];
-                Real g_t = through_activation(filters[c], window, outer[c]);
+                Real g_t = through_activation(filters[c], window, widen<Real>(outer.at[c]));
                 push(g[c], exists ? g_t : Real(0));
                 add(totals[c], g_t, window, exists && (inside || t < walk.size));
                 Real sum = 0;

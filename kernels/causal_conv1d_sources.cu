@@ -11,7 +11,8 @@
 #include "convolution.cuh"
 
 extern "C" __global__ void __launch_bounds__(WARP)
-causal_conv1d_sources(const INDEX_T* index /* [B, L] */, Index index_b, Index index_l, Index L, Index S, Index has_state,
+causal_conv1d_sources(const INDEX_T* index /* [B, L] */, Index index_b, Index index_l, Index L, Index S,
+                      Index has_state,
                       Index* sources /* [B, S]: a position, below 0 in the initial state, or NOTHING_KEPT */) {
     index += blockIdx.x * index_b;
     sources += blockIdx.x * S;

@@ -41,32 +41,9 @@ template <class T, int n> struct Pack {
     }
 };
 
-// Its elements, widened: two of bfloat16 are a word's halves, one instruction each.
-template <class Real, class T, int n> __device__ __forceinline__ void widen_pack(const Pack<T, n>& pack, Real* to) {
-#pragma unroll
-    for (int k = 0; k < n; ++k) to[k] = widen<Real>(pack.at[k]);
-}
-template <class Real, int n>
-__device__ __forceinline__ void widen_pack(const Pack<__nv_bfloat16, n>& pack, Real* to) {
-    unsigned words[(n + 1) / 2] = {};
-    memcpy(words, &pack, sizeof pack);
-#pragma unroll
-    for (int k = 0; k < n; ++k) to[k] = Real(__uint_as_float(k % 2 ? words[k / 2] & 0xffff0000u : words[k / 2] << 16));
-}
-
-__device__ __forceinline__ float reciprocal(float v) {  // to about a unit in the last place
-#ifdef __CUDA_ARCH__
-    float r;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
-    return r;
-#else
-    return 1.0f / v;
-#endif
-}
-
 // For results that are rounded to 16 bits a quick exponential is good enough.
 template <bool quick> __device__ __forceinline__ float sigmoid(float v) {
-    return reciprocal(1.0f + (quick ? __expf(-v) : exp(-v)));
+    return __fdividef(1.0f, 1.0f + (quick ? __expf(-v) : exp(-v)));
 }
 template <bool quick> __device__ __forceinline__ double sigmoid(double v) { return 1 / (1 + exp(-v)); }
 
