@@ -10,7 +10,7 @@
 // ways, g is also computed of W - 1 positions beyond a segment or a run. The states' gradients are
 // shared out among all threads.
 // Sums over b and t are taken in a fixed order: within a lane, a group, a block, then over all of
-// these by causal_conv1d_sum_partials, so that gradients are the same bits every time.
+// these by causal_conv1d_partials.cu, so that gradients are the same bits every time.
 //
 // Launch and macros: as causal_conv1d.cu.
 
@@ -396,25 +396,4 @@ causal_conv1d_backward(const X_T* x /* [B, D, L] */, Index x_b, Index x_d, Index
     if (ACROSS) backward_across(call, grad, int(length), int(parts));
     else backward_along(call, grad, int(length), int(parts));
     if (INITIAL_STATE) into_initial_states(call, grad);
-}
-
-// Adds the sums of all parts in their order: slices of them first, then the slices.
-// Launch: grid (ceil(D (W + 1) / 32)), block (32 * SLICES).
-constexpr int SLICES = 8;
-extern "C" __global__ void __launch_bounds__(WARP * SLICES)
-causal_conv1d_sum_partials(const Real* partials /* [parts, D, W + 1] */, Index parts, Index D,
-                           WEIGHT_T* grad_weight /* [D, W] */, BIAS_T* grad_bias /* [D] or null */) {
-    __shared__ double slices[SLICES][WARP];
-    Index i = Index(blockIdx.x) * WARP + threadIdx.x % WARP;
-    int slice = threadIdx.x / WARP;
-    double sum = 0;
-    if (i < D * SUMS)
-        for (Index part = slice; part < parts; part += SLICES) sum += partials[part * D * SUMS + i];
-    slices[slice][threadIdx.x % WARP] = sum;
-    __syncthreads();
-    if (slice > 0 || i >= D * SUMS) return;
-    for (int other = 1; other < SLICES; ++other) sum += slices[other][threadIdx.x];
-    Index d = i / SUMS, k = i % SUMS;
-    if (k < WIDTH) grad_weight[d * WIDTH + k] = narrow<WEIGHT_T>(sum);
-    else if (grad_bias) grad_bias[d] = narrow<BIAS_T>(sum);
 }

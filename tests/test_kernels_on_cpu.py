@@ -1,4 +1,4 @@
-"""The tests of the kernels on the CPU, in a process of their own with the sanitizers preloaded.
+"""The tests of the kernels on the CPU, in processes of their own with the sanitizers preloaded.
 
 Those tests are tests/cpu_runner/kernels_*.py. They need NumPy only, and run without sanitizers, so
 quicker and under a debugger, with `pytest tests/cpu_runner/kernels_*.py`.
@@ -17,20 +17,27 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.skipif(not COMPILER, reason="g++ is not installed")
-def test_kernels_on_the_cpu_under_sanitizers():
+def test_kernels_on_the_cpu_under_sanitizers(tmp_path):
     files = sorted(ROOT.glob("tests/cpu_runner/kernels_*.py"))
-    # Given no file, the child would run the whole suite, and this test in it again.
     assert files, "tests/cpu_runner: expected files kernels_*.py, got none"
     # A report goes straight to stderr and ends the process: with -v the last line names the test.
     options = ["-v", "--capture=sys", "--noconftest", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [sys.executable, "-u", "-m", "pytest", *options, *map(str, files)],
-        cwd=ROOT,
-        env=sanitized_environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    if done.returncode:
-        pytest.fail("\n".join(done.stdout.splitlines()[-120:]), pytrace=False)
-    assert re.search(r"\b[1-9]\d* passed\b", done.stdout), done.stdout[-2000:]
+    running = []
+    for file in files:  # all at the same time: most of it is compiling, one variant after the other
+        output = tmp_path / file.with_suffix(".txt").name
+        with output.open("w") as stream:
+            child = subprocess.Popen(
+                [sys.executable, "-u", "-m", "pytest", *options, str(file)],
+                cwd=ROOT,
+                env=sanitized_environment(),
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+            )
+        running.append((child, output))
+    for child, _ in running:
+        child.wait()
+    for child, output in running:
+        text = output.read_text()
+        if child.returncode:
+            pytest.fail("\n".join(text.splitlines()[-120:]), pytrace=False)
+        assert re.search(r"\b[1-9]\d* passed\b", text), text[-2000:]
