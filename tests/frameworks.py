@@ -241,6 +241,7 @@ def over(places):
 every_place = over(PLACES)
 every_host_place = over([place for place in PLACES if place.device == "host"])
 every_cuda_place = over([place for place in PLACES if place.device == "cuda"])
+every_strided_place = over([place for place in PLACES if place.strides != "contiguous"])
 every_mixed_pair = pytest.mark.parametrize(  # two frameworks on one device
     "places",
     [

@@ -10,11 +10,29 @@ from hypothesis import strategies as st
 
 import cuseq
 from tests import frameworks
-from tests.frameworks import assert_same_bits, every_place, every_place_and_dtype, run
+from tests.frameworks import (
+    CUPY,
+    assert_same_bits,
+    every_place,
+    every_place_and_dtype,
+    over,
+    run,
+)
 from tests.oracles import causal_conv1d as oracle
 from tests.samples import normal
 from tests.strategies import layouts, sizes
-from tests.test_causal_conv1d import MIXED, arguments, check_gradients, scale_of, turned
+from tests.test_causal_conv1d import (
+    MIXED,
+    arguments,
+    assert_fifty_agree,
+    check_gradients,
+    check_values,
+    incoming,
+    joined,
+    scale_of,
+    seen,
+    turned,
+)
 from tests.test_oracles import assert_gradients
 from tests.tolerances import assert_close
 
@@ -69,18 +87,6 @@ def random_rows(B, L, dtype="int64", seed=7):
     return np.array(rows, dtype).reshape(B, L)
 
 
-def incoming(given_arrays):
-    """Gradients by y and by the final state."""
-    x, weight, _, state = given_arrays.values()
-    B, D, _ = x.shape
-    kept = x if state is None else state
-    S = weight.shape[1] - 1 if state is None else state.shape[2]
-    return {
-        "grad_y": normal(*x.shape, seed=4, dtype=x.dtype.name),
-        "grad_final_state": normal(B, D, S, seed=5, dtype=kept.dtype.name),
-    }
-
-
 def by_oracle(given_arrays, outer, seq_idx, activation):
     """(y, final_state), gradients by name."""
     x, weight, bias, state = given_arrays.values()
@@ -121,13 +127,8 @@ def check(place, given_arrays, outer, expected, seq_idx, activation, layout="bdl
     y, final_state, gradients = call_both(
         place, given_arrays, outer, seq_idx, layout, lay, activation=activation
     )
-    (wanted_y, wanted_state), wanted = expected
-    x, _, _, state = given_arrays.values()
-    assert y.dtype == x.dtype
-    assert final_state.dtype == (x if state is None else state).dtype
-    assert_close(y, turned(wanted_y, layout), "causal_conv1d.y", scale=scale_of(wanted_y))
-    assert_close(final_state, wanted_state, "causal_conv1d.final_state")
-    check_gradients(gradients, given_arrays, wanted, layout)
+    check_values((y, final_state), given_arrays, expected[0], layout)
+    check_gradients(gradients, given_arrays, expected[1], layout)
 
 
 @every_place
@@ -149,6 +150,34 @@ def test_sizes(place, dtype, size):
     given_arrays, outer, expected, seq_idx = random_case(size, dtype, activation)
     seq_idx = seq_idx.astype(("int32", "int64")[number // 4 % 2])
     check(place, given_arrays, outer, expected, seq_idx, activation, layout)
+
+
+# Where sequences or padding begin: around packs of 4 or 8 positions, and tiles of 128 or 256
+ENDS = [7, 8, 9, 12, 16, 20, 127, 128, 129, 132, 252, 255, 256, 257, 264, 300]
+EDGES = {
+    "sequences": range(len(ENDS)),
+    "padding and sequences": [-1, 2] * 8,
+    "sequences and padding": [2, -1] * 8,
+    "sequences that come again": [0, 1] * 8,
+}
+
+
+@cache
+def case_of_edges(dtype, kind):
+    given_arrays = arguments(1, 3, ENDS[-1], 4, 5, (dtype,) * 4)
+    outer = incoming(given_arrays)
+    seq_idx = np.repeat(EDGES[kind], np.diff(ENDS, prepend=0))[None].astype(np.int32)
+    return given_arrays, outer, by_oracle(given_arrays, outer, seq_idx, "silu"), seq_idx
+
+
+@every_place
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("layout", ["bdl", "bld"])
+@pytest.mark.parametrize("kind", EDGES)
+def test_sequences_that_begin_at_edges_of_packs_and_tiles(place, dtype, layout, kind):
+    if dtype not in place.dtypes:
+        pytest.skip(f"{place}: NumPy's DLPack has no {dtype}")
+    check(place, *case_of_edges(dtype, kind), "silu", layout)
 
 
 @cache
@@ -192,12 +221,8 @@ def test_strides(place, data):
         for name, array in arrays.items():
             arrays[name] = data.draw(layouts(array.ndim, place.strides), label=name).of(array)
     seq_idx = data.draw(layouts(2, place.strides), label="seq_idx").of(seq_idx)
-
-    def as_drawn(x, layout):
-        return x if layout == "bdl" else x.transpose(0, 2, 1)
-
     expected = by_oracle(given_arrays, outer, seq_idx, "silu")
-    check(place, given_arrays, outer, expected, seq_idx, "silu", layout, as_drawn)
+    check(place, given_arrays, outer, expected, seq_idx, "silu", layout, seen)
 
 
 @every_place
@@ -292,32 +317,59 @@ def test_padding_behind_leaves_the_state_alone(place):
 
 @every_place
 @given(
-    st.lists(st.integers(1, 6), min_size=1, max_size=5),
-    st.lists(st.integers(0, 9), min_size=1, max_size=4),
-    st.integers(1, 5),
-    st.integers(0, 3),
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    cuts=st.lists(st.integers(0, 20), min_size=1, max_size=6),
+    W=st.sampled_from([1, 4]),
+    extra=st.integers(0, 3),
 )
 def test_pieces_through_the_state_equal_the_whole(place, lengths, cuts, W, extra):
-    """A row of whole sequences may be cut anywhere: a piece that begins a sequence has no state."""
+    """A row of whole sequences may be cut anywhere: a piece that begins a sequence has no state.
+
+    Gradients go back through the states, of which those that are not passed on have none.
+    """
     seq_idx = np.repeat(np.arange(len(lengths)), lengths)[None]
     L = seq_idx.shape[1]
     given_arrays = arguments(1, 2, L, W, W - 1 + extra, ("float32",) * 4)
     x, weight, bias, state = given_arrays.values()
+    outer = incoming(given_arrays)
+    expected, wanted = by_oracle(given_arrays, outer, seq_idx, "silu")
+    edges = sorted({0, L, *(cut for cut in cuts if cut < L)})
+    parts = [slice(start, end) for start, end in zip(edges, edges[1:], strict=False)]
+    is_new = [n > 0 and seq_idx[0, n] != seq_idx[0, n - 1] for n in edges[:-1]]
 
-    def convolve(start, end, state):
-        options = {"seq_idx": seq_idx[:, start:end].copy(), "initial_state": state}
-        piece = x[..., start:end].copy()
-        return run(place, cuseq.causal_conv1d_with_state, piece, weight, bias, **options)
+    def options(part):
+        return {"activation": "silu", "seq_idx": seq_idx[:, part].copy()}
 
-    whole, final_state = convolve(0, L, state)
-    outputs, edges = [], sorted({0, L, *(cut for cut in cuts if cut < L)})
-    for start, end in zip(edges, edges[1:], strict=False):
-        if start and seq_idx[0, start] != seq_idx[0, start - 1]:
-            state = np.zeros_like(state)
-        y, state = convolve(start, end, state)
+    outputs, states = [], []
+    for part, new in zip(parts, is_new, strict=True):
+        states.append(np.zeros_like(state) if new else state)
+        inputs = x[..., part].copy(), weight, bias
+        y, state = run(
+            place,
+            cuseq.causal_conv1d_with_state,
+            *inputs,
+            initial_state=states[-1],
+            **options(part),
+        )
         outputs.append(y)
-    assert_close(np.concatenate(outputs, axis=2), whole, "causal_conv1d.y")
-    assert frameworks.same_bits(state, final_state)
+    check_values((np.concatenate(outputs, axis=2), state), given_arrays, expected)
+
+    from_later, found = outer["grad_final_state"], []
+    for part, new, state in reversed(list(zip(parts, is_new, states, strict=True))):
+        gradients = run(
+            place,
+            cuseq.causal_conv1d_backward,
+            outer["grad_y"][..., part].copy(),
+            x[..., part].copy(),
+            weight,
+            bias,
+            initial_state=state,
+            grad_final_state=from_later,
+            **options(part),
+        )
+        found.insert(0, gradients)
+        from_later = np.zeros_like(from_later) if new else gradients.initial_state
+    check_gradients(joined(found, "bdl"), given_arrays, wanted)
 
 
 @every_place
@@ -358,12 +410,19 @@ def test_gradients_by_central_differences(W, S, activation):
 def test_repeated_calls_give_the_same_bits(place, layout):
     given_arrays = arguments(2, 33, 300, 4, 3, ("float32",) * 4)
     outer, seq_idx = incoming(given_arrays), random_rows(2, 300)
-    assert_same_bits(
-        [
-            call_both(place, given_arrays, outer, seq_idx, layout)
-            for _ in range(20 if place.device == "cuda" else 3)
-        ]
-    )
+    assert_same_bits([call_both(place, given_arrays, outer, seq_idx, layout) for _ in range(3)])
+
+
+@over([CUPY])
+@pytest.mark.parametrize("layout", ["bdl", "bld"])
+def test_fifty_calls_give_the_same_bits(place, layout):
+    """Of several blocks a multiprocessor, and sums over all of them."""
+    arrays = arguments(2, 130, 2051, 4, 3, ("float32",) * 4)
+    outer = incoming(arrays)
+    arrays["x"], outer["grad_y"] = turned(arrays["x"], layout), turned(outer["grad_y"], layout)
+    arrays["seq_idx"] = random_rows(2, 2051)
+    functions = cuseq.causal_conv1d_with_state, cuseq.causal_conv1d_backward
+    assert_fifty_agree(place, functions, arrays, outer, activation="silu", layout=layout)
 
 
 @frameworks.every_mixed_pair

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import cuseq
@@ -210,33 +210,73 @@ def test_nan_stays_in_its_row(place):
 
 
 @every_place
-@pytest.mark.parametrize("ring", [False, True])
-def test_steps_equal_the_whole(place, ring):
-    """Step by step, a signal gives what causal_conv1d gives for all of it."""
-    B, D, L, W, S = 2, 3, 11, 4, 5
+@given(
+    steps=st.lists(st.integers(0, 7), min_size=1, max_size=6),
+    W=st.sampled_from([1, 4]),
+    extra=st.sampled_from([0, 2]),
+    seen=st.none() | st.lists(st.integers(0, 20), min_size=2, max_size=2),
+    rows=st.none() | st.permutations(range(5)).map(lambda rows: rows[:2]),
+    layout=st.sampled_from(["bdl", "bld"]),
+)
+@example(steps=[1] * 11, W=4, extra=0, seen=None, rows=None, layout="bdl")
+@example(steps=[1] * 11, W=4, extra=2, seen=[7, 3], rows=[4, 1], layout="bld")
+@example(steps=[4] * 4, W=4, extra=2, seen=[0, 5], rows=None, layout="bdl")
+def test_steps_equal_the_whole(place, steps, W, extra, seen, rows, layout):
+    """A signal by any number of tokens at a time, as causal_conv1d has it for all of it.
+
+    The states are shifted, or rings that have `seen` so many tokens; in their own rows or a pool's.
+    """
+    B, D, L, S = 2, 3, sum(steps), W - 1 + extra
     given_arrays = arguments(B, D, L, W, S, ("float32",) * 4)
-    x, state, weight, bias = given_arrays.values()
+    x, first, weight, bias = given_arrays.values()
     whole, end = frameworks.run(
-        place, cuseq.causal_conv1d_with_state, x, weight, bias, initial_state=state
+        place,
+        cuseq.causal_conv1d_with_state,
+        x.transpose(0, 2, 1).copy(),
+        weight,
+        bias,
+        activation="silu",
+        layout="bld",
+        initial_state=first,
     )
-    outputs, seen = [], 0
-    if ring:
-        state = np.roll(state, S + 3, axis=2)
-        seen = S + 3
-    for start, length in ((0, 1), (1, 1), (2, 6), (8, 0), (8, 3)):
-        step = {**given_arrays, "x": x[..., start : start + length], "state": state}
-        starts = [seen + start] * B if ring else None
-        y, state = run(place, step, cache_seqlens=starts)
-        outputs.append(y)
-    assert_close(np.concatenate(outputs, axis=2), whole, "causal_conv1d_update.y")
-    state = np.roll(state, -(seen + L), axis=2) if ring else state
-    assert frameworks.same_bits(state, end)
+
+    def rings(states, more):
+        """From the newest input last to where a ring has it."""
+        if seen is None:
+            return states
+        return np.array(
+            [np.roll(state, n + more, axis=1) for state, n in zip(states, seen, strict=True)]
+        )
+
+    state = normal(B if rows is None else 5, D, S, seed=6, dtype="float32")
+    used = list(range(B)) if rows is None else rows
+    state[used] = rings(first, 0)
+    wanted = state.copy()
+    wanted[used] = rings(end, L)
+    outputs, start = [], 0
+    for T in steps:
+        step = x[..., start : start + T]
+        step = step.copy() if layout == "bdl" else step.transpose(0, 2, 1).copy()
+        y, state = run(
+            place,
+            {**given_arrays, "x": step, "state": state},
+            activation="silu",
+            layout=layout,
+            cache_seqlens=None if seen is None else [n + start for n in seen],
+            state_indices=rows,
+        )
+        outputs.append(y if layout == "bld" else y.transpose(0, 2, 1))
+        start += T
+    y = np.concatenate(outputs, axis=1)
+    scale = max(np.abs(whole).max(initial=0.0), 1.0)
+    assert_close(y, whole, "causal_conv1d_update.y", scale=scale)
+    assert frameworks.same_bits(state, wanted)
 
 
 @every_place
 def test_repeated_calls_give_the_same_bits(place):
     given_arrays = arguments(3, 130, 3, 4, 3, ("float32",) * 4)
-    times = 20 if place.device == "cuda" else 5
+    times = 50 if place.device == "cuda" else 5
     assert_same_bits([run(place, given_arrays, activation="silu") for _ in range(times)])
 
 
@@ -276,6 +316,24 @@ def test_index_values_out_of_range_on_the_device(place, dtype, ring):
     )
     assert_close(y[right], expected[0], "causal_conv1d_update.y")
     assert_close(pool, expected[1], "causal_conv1d_update.state")
+
+
+@over([CUPY, TORCH_CUDA])
+@pytest.mark.parametrize("starts", [None, [3, 0, 7, 5, 2, 1]], ids=STARTS)
+def test_indices_out_of_the_pool_touch_nothing(place, starts):
+    """Nor what lies beside the pool in memory, nor a row whose index is out of range by one."""
+    P, indices = 6, np.array([6, 7, -1, -6, 2**31 - 1, -(2**31)])
+    given_arrays = arguments(6, 130, 2, 4, 4, P=P)
+    around = np.full((P + 12, 130, 4), 7.0)
+    around[P : 2 * P] = given_arrays["state"]
+    wide, indices_there = place.array(around), place.array(indices)
+    x, _, weight, bias = (place.array(array) for array in given_arrays.values())
+    y = cuseq.causal_conv1d_update(
+        x, wide[P : 2 * P], weight, bias, cache_seqlens=starts, state_indices=indices_there
+    )
+    y = frameworks.taken(place, y)
+    assert np.isnan(y[indices >= P]).all() and not y[indices < 0].any()
+    assert frameworks.same_bits(place.numpy(wide), around)
 
 
 @over([CUPY, TORCH_CUDA])

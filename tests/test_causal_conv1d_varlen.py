@@ -2,20 +2,35 @@
 
 import math
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import cuseq
 from tests import frameworks
-from tests.frameworks import assert_same_bits, every_place, every_place_and_dtype, run
+from tests.frameworks import (
+    CUPY,
+    assert_same_bits,
+    every_cuda_place,
+    every_place,
+    every_place_and_dtype,
+    over,
+    run,
+)
 from tests.oracles import causal_conv1d as oracle
 from tests.samples import normal
 from tests.strategies import layouts
-from tests.test_causal_conv1d import MIXED, check_gradients, scale_of
+from tests.test_causal_conv1d import (
+    MIXED,
+    assert_fifty_agree,
+    check_gradients,
+    check_values,
+    scale_of,
+)
 from tests.test_oracles import assert_gradients
 from tests.tolerances import assert_close
 
@@ -110,13 +125,8 @@ def call_all(place, given_arrays, outer, cu_seqlens, activation=None):
 def check(place, given_arrays, outer, expected, cu_seqlens, activation):
     """All results against the oracle's."""
     y, final_state, gradients = call_all(place, given_arrays, outer, cu_seqlens, activation)
-    (wanted_y, wanted_state), wanted = expected
-    x, _, _, state = given_arrays.values()
-    assert y.dtype == x.dtype
-    assert final_state.dtype == (x if state is None else state).dtype
-    assert_close(y, wanted_y, "causal_conv1d.y", scale=scale_of(wanted_y))
-    assert_close(final_state, wanted_state, "causal_conv1d.final_state")
-    check_gradients(gradients, given_arrays, wanted)
+    check_values((y, final_state), given_arrays, expected[0])
+    check_gradients(gradients, given_arrays, expected[1])
 
 
 @every_place_and_dtype
@@ -232,31 +242,55 @@ def test_packed_equals_one_by_one(place, lengths, W, extra, activation):
 
 @every_place
 @given(
-    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=5),
-    st.integers(1, 5),
-    st.integers(0, 3),
+    cuts=st.integers(1, 5).flatmap(
+        lambda rounds: st.lists(st.lists(st.integers(0, 6), min_size=rounds, max_size=rounds))
+    ),
+    W=st.sampled_from([1, 4]),
+    extra=st.integers(0, 3),
 )
+@example(cuts=[[1] * 7, [0, 2, 0, 1, 3, 0, 1]], W=4, extra=2)
 def test_pieces_through_the_states_equal_the_whole(place, cuts, W, extra):
-    """The heads of all sequences are packed, then their tails, from the states of the heads."""
-    lengths = [head + tail for head, tail in cuts]
+    """The first pieces of all sequences are packed, then the second ones, from states to states.
+
+    Gradients go back through the states, from the last pieces to the first.
+    """
+    lengths = [sum(of_sequence) for of_sequence in cuts]
     given_arrays = arguments(lengths, 2, W, W - 1 + extra, ("float32",) * 4)
     x, weight, bias, state = given_arrays.values()
+    outer = incoming(given_arrays, lengths)
+    expected, wanted = by_oracle(given_arrays, outer, packing(lengths), "silu")
+    rounds = list(zip(*cuts, strict=True))
+    rows = np.concatenate([np.repeat(range(len(cut)), cut) for cut in cuts] or [[]])
 
-    def convolve(x, lengths, state):
-        options = {"cu_seqlens": packing(lengths), "initial_state": state}
-        return run(place, cuseq.causal_conv1d_varlen_with_state, x, weight, bias, **options)
+    y, states = np.zeros_like(x), []
+    for number, pieces in enumerate(rounds):
+        states.append(state)
+        options = {"activation": "silu", "cu_seqlens": packing(pieces), "initial_state": state}
+        inputs = x[rows == number], weight, bias
+        results = run(place, cuseq.causal_conv1d_varlen_with_state, *inputs, **options)
+        y[rows == number], state = results
+    check_values((y, state), given_arrays, expected)
 
-    whole, final_state = convolve(x, lengths, state)
-    starts = packing(lengths)[:-1]
-    is_head = np.zeros(len(x), bool)
-    for start, (head, _) in zip(starts, cuts, strict=True):
-        is_head[start : start + head] = True
-    y = np.zeros_like(whole)
-    for part in range(2):
-        of_part = is_head if part == 0 else ~is_head
-        y[of_part], state = convolve(x[of_part], [cut[part] for cut in cuts], state)
-    assert_close(y, whole, "causal_conv1d.y", scale=scale_of(whole))
-    assert frameworks.same_bits(state, final_state)
+    total = {name: np.zeros_like(array) for name, array in given_arrays.items()}
+    total["initial_state"] = outer["grad_final_state"]
+    for number, pieces in reversed(list(enumerate(rounds))):
+        gradients = run(
+            place,
+            cuseq.causal_conv1d_varlen_backward,
+            outer["grad_y"][rows == number],
+            x[rows == number],
+            weight,
+            bias,
+            activation="silu",
+            cu_seqlens=packing(pieces),
+            initial_state=states[number],
+            grad_final_state=total["initial_state"],
+        )
+        total["x"][rows == number] = gradients.x
+        total["weight"] += gradients.weight
+        total["bias"] += gradients.bias
+        total["initial_state"] = gradients.initial_state
+    check_gradients(SimpleNamespace(**total), given_arrays, wanted)
 
 
 @every_place
@@ -343,8 +377,7 @@ def test_repeated_calls_give_the_same_bits(place):
     lengths = 100, 0, 7, 193
     given_arrays = arguments(lengths, 33, 4, 3, ("float32",) * 4)
     outer = incoming(given_arrays, lengths)
-    rounds = range(20 if place.device == "cuda" else 3)
-    assert_same_bits([call_all(place, given_arrays, outer, packing(lengths)) for _ in rounds])
+    assert_same_bits([call_all(place, given_arrays, outer, packing(lengths)) for _ in range(3)])
 
 
 @frameworks.every_mixed_pair
@@ -369,3 +402,65 @@ def test_frameworks_mix_on_one_device(places):
         **options,
     )
     check_gradients(frameworks.taken(first, results), given_arrays, gradients)
+
+
+# On a CUDA device, where the host does not look at cu_seqlens, and the plan matters:
+
+
+@every_cuda_place
+@pytest.mark.parametrize("index", ["int32", "int64"])
+@pytest.mark.parametrize(
+    "ends",
+    [
+        (10, 25, 45),  # the first is not 0
+        (0, 25, 60),  # the last beyond T
+        (0, 25, 35),  # or below it
+        (-15, 25, 45),
+        (0, 30, 20, 45),  # they fall
+        (45, 0),
+        (0, 2**31 - 1, 45),
+        (0, -(2**31), 45),
+        (50, 60, 70),
+        (-9, -3, -1),
+    ],
+    ids=str,
+)
+def test_ends_out_of_range_on_the_device(place, index, ends):
+    """NaN where no sequence is, and in states of those that are none; the others are as alone.
+
+    Where ends fall, more positions may be NaN, for a sequence is found by bisection.
+    """
+    T, ranges = 45, list(pairwise(ends))
+    valid = np.array([0 <= start <= end <= T for start, end in ranges])
+    given_arrays = arguments([0] * len(ranges), 4, 4, 3, ("float32",) * 4)
+    given_arrays["x"] = normal(T, 4, dtype="float32")
+    x, weight, bias, state = given_arrays.values()
+    outer = incoming(given_arrays, ranges)
+    cu_seqlens = np.array(ends, index)
+    y, final_state, gradients = call_all(place, given_arrays, outer, cu_seqlens, "silu")
+    outside = np.ones(T, bool)
+    for s in valid.nonzero()[0]:
+        rows, one = slice(*ranges[s]), slice(s, s + 1)
+        outside[rows] = False
+        alone = oracle.forward(x[rows].T[None], weight, bias, state[one], "silu")
+        assert_close(final_state[one], alone[1], "causal_conv1d.final_state")
+        if list(ends) == sorted(ends):
+            assert_close(y[rows], alone[0][0].T, "causal_conv1d.y", scale=scale_of(alone[0]))
+            assert np.isfinite(gradients.x[rows]).all()
+    for of_positions in (y, gradients.x):
+        assert np.isnan(of_positions[outside]).all()
+    for of_sequences in (final_state, gradients.initial_state):
+        assert np.isnan(of_sequences[~valid]).all()
+        assert np.isfinite(of_sequences[valid]).all()
+    assert np.isfinite(gradients.weight).all() and np.isfinite(gradients.bias).all()
+
+
+@over([CUPY])
+def test_fifty_calls_give_the_same_bits(place):
+    """Of several blocks a multiprocessor, and sums over all of them."""
+    lengths = 1000, 0, 7, 1044, 1, 2051
+    arrays = arguments(lengths, 130, 4, 3, ("float32",) * 4)
+    outer = incoming(arrays, lengths)
+    arrays["cu_seqlens"] = packing(lengths)
+    functions = cuseq.causal_conv1d_varlen_with_state, cuseq.causal_conv1d_varlen_backward
+    assert_fifty_agree(place, functions, arrays, outer, activation="silu")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from multiprocessing import get_context
 from pathlib import Path
 from textwrap import dedent
@@ -26,14 +26,15 @@ from cuseq.ops import (
     soft_dtw_engine,
     soft_dtw_plan,
 )
-from cuseq.ops.convolution_plan import INDEXED, PACKED, WHOLE
+from cuseq.ops.convolution_plan import ALIGNED, APART, INDEXED, PACKED, SHIFTED, WHOLE
 from cuseq.runtime import kernels
 from cuseq.runtime.checks import FLOATING
 from tests import frameworks
 
 SOFT_DTW = soft_dtw_engine.PREPARATION, soft_dtw_engine.FORWARD, soft_dtw_engine.BACKWARD
 CONVOLUTION = convolution_engine.FORWARD, convolution_engine.BACKWARD
-FILES = *SOFT_DTW, *CONVOLUTION, convolution_engine.SOURCES, causal_conv1d_update.FILE
+SOURCES, PARTIALS = convolution_engine.SOURCES, convolution_engine.PARTIALS
+FILES = *SOFT_DTW, *CONVOLUTION, SOURCES, PARTIALS, causal_conv1d_update.FILE
 
 
 def forget():
@@ -248,9 +249,15 @@ ARCHS = ["sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120
 COVERED = "sm_90"  # every variant of the spread; on the others the usual ones and the largest
 WIDTHS = [1, 2, 3, 4, 5, 8, 16, 32]
 LIMITS = kernels.DeviceLimits(multiprocessors=132, shared=227 * 1024)
-# Whether channels lie closer than positions, and how much of a pack can be read at once
-ALONG, STRIDED, ACROSS, HALF, ODD = (0, 1), (0, 0), (1, 1), (1, 0.5), (1, 0)
+# Whether channels lie closer than positions, how packs lie or how much of one can be read at once,
+# and how much of a pack of weights can
+ALONG, SHIFTS, STRIDED = (False, ALIGNED, 1), (False, SHIFTED, 0.5), (False, APART, 0)
+ACROSS, HALF, ODD = (True, 1, 1), (True, 0.5, 0.5), (True, 0, 0)
 KINDS = (INDEXED, "int32"), (INDEXED, "int64"), (PACKED, "int32"), (PACKED, "int64")
+# SILU, INITIAL_STATE and FINAL_STATE: all of them, then what has each pair of values of any two
+EVERYTHING = True, True, True
+OPTIONS = EVERYTHING, (True, False, False), (False, True, False), (False, False, True)
+FLOAT32 = ("float32",) * 4
 OWN_DTYPES = [  # of x, weight, bias, state: each in each role
     ("float64", "float32", "float16", "bfloat16"),
     ("float32", "float16", "bfloat16", "float64"),
@@ -287,26 +294,46 @@ def soft_dtw_variants(
                     yield SOFT_DTW[2], plan.backward_sweep
 
 
-def conv_variants(dtypes, widths, orders, kinds=((WHOLE, "int32"),), sizes=((64, 5000),)):
-    """`orders` are some of those above, `sizes` D and L."""
-    for W, order, (sequences, index), (D, L) in product(widths, orders, kinds, sizes):
-        across, share = order
-        most = convolution_plan.PACK_BYTES // convolution_plan.SIZES[dtypes[0]]
-        pack = max(int(share * most), 1) if across else share
+def conv_variants(
+    dtypes,
+    widths,
+    orders,
+    kinds=((WHOLE, "int32"),),
+    sizes=((64, 5000),),
+    options=(EVERYTHING,),
+):
+    """`orders`, `kinds` and `options` are some of those above, `sizes` D and L."""
+    x_pack, weight_pack = (
+        convolution_plan.PACK_BYTES // convolution_plan.SIZES[dtype] for dtype in dtypes[:2]
+    )
+    spread = product(widths, orders, kinds, sizes, options)
+    for W, (across, packs, of_weights), (sequences, index), (D, L), option in spread:
         if sequences == PACKED and not across:
             continue
+        packs = max(int(packs * x_pack), 1) if across else packs
+        weights = max(int(of_weights * weight_pack), 1)
         problem = convolution_plan.Problem(
-            2, D, L, W, dtypes, sequences, index, bool(across), pack, 0
+            *(2, D, L, W, dtypes, sequences, index, *option, across, packs, weights, 0)
         )
         for file, backward in zip(CONVOLUTION, (False, True), strict=True):
-            yield file, convolution_plan.plan(problem, LIMITS, backward).macros
+            macros = convolution_plan.plan(problem, LIMITS, backward).macros
+            yield file, macros
+        names = convolution_engine.MACROS_OF_PARTIALS
+        yield PARTIALS, tuple(macro for macro in macros if macro[0] in names)
         if sequences == INDEXED:
-            yield convolution_engine.SOURCES, (("INDEX_T", kernels.C_TYPES[index]),)
+            yield SOURCES, (("INDEX_T", kernels.C_TYPES[index]),)
 
 
-def update_variants(dtypes, widths, index_dtypes=("int32", "int32")):
-    for W in widths:
-        problem = causal_conv1d_update.Problem(2, 64, 1, W, 2, W, (*dtypes, *index_dtypes), 0)
+def update_variants(
+    dtypes, widths, index_dtypes=("int32", "int32"), packs=(1,), silu=True, columns=None
+):
+    """`packs`: how many channels, weights, columns are read at once; `columns`: W or so many."""
+    rows = causal_conv1d_update.THREADS_TO_FILL
+    for W, pack in product(widths, packs):
+        sizes = rows, 64, 1, W, rows, W if columns is None else columns
+        problem = causal_conv1d_update.Problem(
+            *sizes, (*dtypes, *index_dtypes), silu, pack, pack, pack, 0
+        )
         yield causal_conv1d_update.FILE, causal_conv1d_update.plan(problem).macros
 
 
@@ -333,15 +360,21 @@ def variants(arch):
             found += conv_variants(dtypes, widths, [ALONG, ACROSS], KINDS[::2])
         found += conv_variants(alike[1], [32], [ACROSS], KINDS[:1])
         found += conv_variants(alike[1], [4], [ALONG, ACROSS], KINDS)
-        found += conv_variants(alike[1], [4], [STRIDED, HALF, ODD], KINDS[::2])
-        found += conv_variants(alike[1], [4], [STRIDED, HALF, ODD])
+        found += conv_variants(alike[1], [4], [ALONG, ACROSS], KINDS[::2], options=OPTIONS[1:])
+        found += conv_variants(alike[1], [4], [SHIFTS, STRIDED, HALF, ODD], KINDS[::2])
+        found += conv_variants(alike[1], [4], [SHIFTS, STRIDED, HALF, ODD])
         for n in (1, 2, 4, 8, 16):  # lanes
             found += conv_variants(alike[1], [4], [ALONG, ODD], sizes=[(n, 4 * n - 3)])
+        found += conv_variants(alike[2], [4], [SHIFTS])
         found += conv_variants(alike[3], [16], [ALONG, ACROSS])
-        for dtypes in OWN_DTYPES:
-            found += conv_variants(dtypes, [4], [ALONG, ACROSS])
+        for dtypes, option in zip(OWN_DTYPES, cycle(OPTIONS[1:])):
+            found += conv_variants(dtypes, [4], [ALONG, ACROSS], options=[option])
+        found += conv_variants(alike[2], [4], [ALONG, ACROSS], options=OPTIONS[1:2])
         for integers in [("int32", "int64"), ("int64", "int32"), ("int64", "int64")]:
             found += update_variants(alike[1], [4], integers)
+        found += update_variants(alike[1], [4], packs=(1, 2, 4), silu=False)
+        found += update_variants(alike[1], [4], packs=(1, 2, 4), columns=9)
+        found += update_variants(alike[2], [4, 8], packs=(4, 8))
     else:
         found += soft_dtw_variants([MANY, BROAD])
         found += conv_variants(alike[1], [32], [ACROSS])
@@ -359,7 +392,8 @@ class Spill(NamedTuple):
 
 # What a compiler of no matter which version may choose for the sake of one more resident warp.
 A_FEW = Spill(16, "fewer registers, paid with a few bytes")
-SPILLS = [  # function, macros
+NO_STATES = {"INITIAL_STATE": 0, "FINAL_STATE": 0}
+SPILLS = [  # function, macros; the first that fits counts
     (
         "causal_conv1d_backward",
         {"REAL": "double", "WIDTH": 32},
@@ -372,28 +406,57 @@ SPILLS = [  # function, macros
     ),
     (
         "causal_conv1d_backward",
-        {"WIDTH": 4},
-        Spill(64, "as many registers as let several blocks hide the memory's latency"),
-    ),
-    (
-        "causal_conv1d_backward",
         {"WIDTH": 32},
         Spill(1024, "weights, window, g and their sums are 4 x 32 floats, beside the indices"),
     ),
     (
+        "causal_conv1d_backward",
+        {"WIDTH": 4, **NO_STATES},
+        Spill(96, "as many registers as let several blocks hide the memory's latency"),
+    ),
+    (
+        "causal_conv1d_backward",
+        {"WIDTH": 4, "ACROSS": 0, "PACK": 8},
+        Spill(512, "as without states, of which there are addresses besides"),
+    ),
+    *(
+        (
+            "causal_conv1d_backward",
+            {"WIDTH": W},
+            Spill(256, "as without states, of which there are addresses besides"),
+        )
+        for W in (2, 3, 4)
+    ),
+    (
         "causal_conv1d_forward",
-        {"WIDTH": 32, "SEQUENCES": INDEXED},
+        {"REAL": "double", "WIDTH": 32},
+        Spill(2048, "weights and windows are 2 x 32 doubles, in 128 registers for more blocks"),
+    ),
+    (
+        "causal_conv1d_forward",
+        {"WIDTH": 32},
         Spill(1024, "weights and windows are 64 doubles or 128 floats, beside the indices"),
     ),
     (
         "causal_conv1d_forward",
-        {"WIDTH": 16, "SEQUENCES": INDEXED},
+        {"WIDTH": 16},
         Spill(256, "weights and windows are 64 doubles or 128 floats, beside the indices"),
     ),
     (
         "causal_conv1d_forward",
-        {"ACROSS": 1, "PACK": 8},
-        Spill(64, "weights and windows are 64 floats, in 128 registers for more blocks"),
+        {"REAL": "double", "ACROSS": 1},
+        Spill(256, "weights and windows are 32 doubles, in 128 registers for more blocks"),
+    ),
+    ("causal_conv1d_forward", NO_STATES, A_FEW),
+    (
+        "causal_conv1d_forward",
+        {"ACROSS": 0, "PACK": 8},
+        Spill(384, "as without states, of which there are addresses besides"),
+    ),
+    (
+        "causal_conv1d_forward",
+        {"PACK": 4},
+        Spill(128, "as without states, of which there are addresses besides"),
     ),
     (
         "soft_dtw_forward",
@@ -472,34 +535,51 @@ def test_every_variant_compiles_and_keeps_to_its_registers(arch, pool):
     assert not [words for words in complaints if words]
 
 
-def test_the_spread_has_every_shape_that_plans_have():
-    """The macros that shape the work, over many more problems.
+# The macros of a file that go together, in groups; of the other files all do.
+TOGETHER = dict.fromkeys(
+    CONVOLUTION,
+    [
+        ("ACROSS", "PACK", "PACKS", "SEQUENCES", "RESIDENT"),
+        ("ACROSS", "LANES"),
+        ("ACROSS", "BATCH"),
+        ("ACROSS", "WEIGHTS_AT_ONCE"),
+        ("ACROSS", "SEQUENCES", "SILU", "INITIAL_STATE"),
+        ("ACROSS", "SEQUENCES", "SILU", "FINAL_STATE"),
+        ("ACROSS", "SEQUENCES", "INITIAL_STATE", "FINAL_STATE"),
+    ],
+) | {
+    causal_conv1d_update.FILE: [
+        (name,) for name in ("SILU", "PACK", "COLUMNS", "COLUMNS_AT_ONCE", "WEIGHTS_AT_ONCE")
+    ]
+}
 
-    A convolution's lanes, and how they read and which sequences, do not go together.
-    """
+
+def test_the_spread_has_every_shape_that_plans_have():
+    """The macros that shape the work, over many more problems."""
     rest = {"WIDTH", "REAL", "FEATURES", "COST", "COSINE", "HARD", "OUTPUT"}
-    reading = "PACK", "ADJACENT", "SEQUENCES"
 
     def shapes(found):
-        return {
-            (file, *(x for x in macros if not x[0].endswith("_T") and x[0] not in rest | set(less)))
-            for file, macros in found
-            for less in ((["LANES"], reading) if file in CONVOLUTION else [()])
-            if file != soft_dtw_engine.BACKWARD
-        }
+        for file, macros in found:
+            shaping = [x for x in macros if not x[0].endswith("_T") and x[0] not in rest]
+            for group in TOGETHER.get(file, [dict(shaping)]):
+                assert {*group} <= {*dict(macros)}
+                if file != soft_dtw_engine.BACKWARD:
+                    yield file, *(x for x in shaping if x[0] in group)
 
     found = []
     for B in (1, 7, 150, 500, 20_000):
         for N in (1, 40, 70, 200, 500, 100_000):
             found += soft_dtw_variants([(B, N, D) for D in (1, 2, 3, 4, 5, 16, 17, 500)])
-    orders = ALONG, STRIDED, ACROSS, HALF, ODD
+    orders = ALONG, SHIFTS, STRIDED, ACROSS, HALF, ODD
     channels, lengths = (1, 2, 3, 7, 15, 30, 31, 32, 33, 64, 5000), (1, 31, 32, 100_000)
     kinds, sizes = [(WHOLE, "int32"), *KINDS], list(product(channels, lengths))
-    found += conv_variants(("float32",) * 4, [4], orders, kinds, sizes)
-    for B in (1, 150):
-        problem = causal_conv1d_update.Problem(B, 300, 1, 4, B, 3, ("float32",) * 6, 0)
-        found.append((causal_conv1d_update.FILE, causal_conv1d_update.plan(problem).macros))
-    assert shapes(found) <= shapes(variants(COVERED))
+    options = list(product((False, True), repeat=3))
+    found += conv_variants(FLOAT32, [4], orders, kinds, sizes)
+    found += conv_variants(FLOAT32, [4], [ALONG, ACROSS], kinds, options=options)
+    for dtype, silu, S in product(FLOATING[1:3], (False, True), (4, 8, 9)):
+        packs = 1, 2, 4, 16 // convolution_plan.SIZES[dtype]
+        found += update_variants((dtype,) * 4, [4], packs=packs, silu=silu, columns=S)
+    assert {*shapes(found)} <= {*shapes(variants(COVERED))}
 
 
 # ---- on a device

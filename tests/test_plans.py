@@ -1,6 +1,7 @@
 """Plans are pure functions of a problem and the device's limits: this needs no device."""
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from cuseq.ops import (
     soft_dtw,
 )
 from cuseq.ops.convolution import as_bdl
-from cuseq.ops.convolution_plan import INDEXED, PACKED, WHOLE
+from cuseq.ops.convolution_plan import ALIGNED, APART, INDEXED, PACKED, SHIFTED, WHOLE
 from cuseq.ops.soft_dtw_plan import (
     ALIGNMENT,
     ENTROPY,
@@ -245,17 +246,32 @@ def test_working_memory_is_aligned_as_numbers_are():
 ALONG, ACROSS = False, True
 PACKS = {"float64": 2, "float32": 4, "float16": 8, "bfloat16": 8}  # elements of 16 bytes
 SIZES = [(1, 1), (2, 33), (7, 12), (64, 2048), (1000, 130)]
+IDLE = H200._replace(multiprocessors=0)
 
 
 def conv_problem(
-    B, D, L, across=ALONG, pack=1, W=4, dtypes=("float32",) * 4, sequences=WHOLE, index="int32"
+    B,
+    D,
+    L,
+    across=ALONG,
+    packs=None,
+    W=4,
+    dtypes=("float32",) * 4,
+    sequences=WHOLE,
+    index="int32",
+    options=(True, False, False),
+    weights=1,
 ):
-    return convolution_plan.Problem(B, D, L, W, dtypes, sequences, index, across, pack, 0)
+    """`options`: silu, initial_state, final_state."""
+    packs = (1 if across else ALIGNED) if packs is None else packs
+    return convolution_plan.Problem(
+        *(B, D, L, W, dtypes, sequences, index, *options, across, packs, weights, 0)
+    )
 
 
-def conv_plan(*sizes, backward=False, **options):
+def conv_plan(*sizes, backward=False, limits=H200, **options):
     """The plan, and its macros by name."""
-    how = convolution_plan.plan(conv_problem(*sizes, **options), H200, backward)
+    how = convolution_plan.plan(conv_problem(*sizes, **options), limits, backward)
     return how, dict(how.macros)
 
 
@@ -267,17 +283,25 @@ def tiles_of(how, macros, L):
 
 def test_macros_of_a_convolution():
     how, along = conv_plan(2, 40, 1000)
-    names = "ACROSS", "PACK", "LANES", "WARPS", "ADJACENT", "SEQUENCES", "INDEX_T"
-    assert [along[name] for name in names] == [0, 4, 32, 4, 1, WHOLE, "int"]
+    names = "ACROSS", "PACK", "LANES", "WARPS", "PACKS", "SEQUENCES", "INDEX_T"
+    assert [along[name] for name in names] == [0, 4, 32, 4, ALIGNED, WHOLE, "int"]
     assert how.block == 32 * along["WARPS"]
-    apart = along | {"ADJACENT": 0}
-    assert conv_plan(2, 40, 1000, pack=0)[1] == apart
-    across = along | {"ACROSS": 1, "LANES": 16}
-    assert conv_plan(2, 40, 1000, across=ACROSS, pack=4)[1] == across | {"PACK": 4}
-    assert conv_plan(2, 40, 1000, across=ACROSS)[1] == across | {"PACK": 1, "LANES": 32}
-    by_index = {"sequences": INDEXED, "index": "int64"}
-    expected = {"SEQUENCES": INDEXED, "INDEX_T": "long long"}
-    assert conv_plan(2, 40, 1000, **by_index)[1] == along | expected
+
+    def changed(**options):
+        macros = conv_plan(2, 40, 1000, **options)[1]
+        rest = {"RESIDENT", "BATCH"} | ({"PACKS"} if options.get("across") else set())
+        return {name: x for name, x in macros.items() if x != along[name] and name not in rest}
+
+    for packs in APART, SHIFTED:
+        assert changed(packs=packs) == {"PACKS": packs}
+    assert changed(across=ACROSS, packs=4) == {"ACROSS": 1, "LANES": 16}
+    assert changed(across=ACROSS) == {"ACROSS": 1, "PACK": 1}
+    by_index = {"SEQUENCES": INDEXED, "INDEX_T": "long long"}
+    assert changed(sequences=INDEXED, index="int64") == by_index
+    for options in product((False, True), repeat=3):
+        macros = conv_plan(2, 40, 1000, options=options)[1]
+        names = "SILU", "INITIAL_STATE", "FINAL_STATE"
+        assert [macros[name] for name in names] == [int(option) for option in options]
 
 
 def test_types_of_a_convolution():
@@ -286,6 +310,41 @@ def test_types_of_a_convolution():
     assert (macros["X_T"], macros["WEIGHT_T"]) == ("__nv_bfloat16", "float")
     assert (macros["BIAS_T"], macros["STATE_T"]) == ("__half", "double")
     assert (macros["REAL"], macros["WIDTH"], macros["PACK"]) == ("double", 5, 8)
+
+
+@pytest.mark.parametrize("across", [ALONG, ACROSS])
+@pytest.mark.parametrize("backward", [False, True])
+def test_blocks_for_which_registers_have_to_suffice(across, backward):
+    """Fewer, the more a thread has to hold: weights, doubles, what it knows of positions."""
+    few, some, many = convolution_plan.RESIDENT[across, backward]
+    assert 2048 // (32 * convolution_plan.WARPS) >= few >= some >= many >= 1
+
+    def resident(**options):
+        options |= {"across": across, "backward": backward}
+        return conv_plan(2, 640, 1000, **options)[1]["RESIDENT"]
+
+    short, long = ("float16",) * 4, ("float32",) * 4
+    for W in range(1, 33):
+        light, heavy = (few, some) if W <= 4 else (some, some) if W <= 8 else (many, many)
+        assert resident(W=W, dtypes=short) == light
+        assert resident(W=W, dtypes=long) == (heavy if across else light)
+        for sequences in (INDEXED, PACKED) if across else (INDEXED,):
+            assert resident(W=W, dtypes=short, sequences=sequences) == heavy
+        for packs in () if across else (APART, SHIFTED):
+            assert resident(W=W, dtypes=short, packs=packs) == heavy
+        for dtype in PACKS:
+            assert resident(W=W, dtypes=(dtype, *short[1:3], "float64")) == many
+
+
+@pytest.mark.parametrize("W", [1, 2, 3, 4, 5, 6, 8, 12, 32])
+@pytest.mark.parametrize("weights", [1, 2, 4, 8])
+def test_weights_that_are_read_at_once(W, weights):
+    """As many as divide a lane's weights, so that they begin where an aligned place does."""
+    for across, packs in [(ALONG, ALIGNED), (ACROSS, 1), (ACROSS, 2), (ACROSS, 8)]:
+        _, macros = conv_plan(2, 640, 1000, across=across, packs=packs, W=W, weights=weights)
+        of_lane = W * macros["PACK"] if across else W
+        most = max(n for n in (1, 2, 4, 8) if weights % n == of_lane % n == 0)
+        assert macros["WEIGHTS_AT_ONCE"] == most
 
 
 @pytest.mark.parametrize("dtype", PACKS)
@@ -302,6 +361,7 @@ def test_tiles_along_a_row(dtype, B, D, W):
         assert lanes == 32 or tile >= L  # so that it is one tile, or two of a row that is shifted
         assert lanes == 1 or lanes // 2 * pack < max(L, W - 1)
         assert how.length % tile == 0
+        assert macros["BATCH"] in range(1, tiles + 1)
         assert how.parts * how.length >= L + pack - 1
         assert (how.parts - 1) * how.length < L + pack - 1
         rows = -(-B * D // (32 // lanes))  # warps of a segment
@@ -309,85 +369,188 @@ def test_tiles_along_a_row(dtype, B, D, W):
         assert how.parts == 1 or how.length >= convolution_plan.TILES * tile
 
 
+@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("B, D", [(1, 1), (2, 33), (7, 12), (16, 64)])
-def test_segments_along_a_row_fill_the_device_and_no_more(B, D):
+def test_segments_along_a_row_fill_the_device_and_no_more(B, D, backward):
     """As far as the row is long enough."""
-    most = H200.multiprocessors * convolution_plan.WARPS_TO_FILL
+    warps = (convolution_plan.WARPS_FORWARD, convolution_plan.WARPS_BACKWARD)[backward]
+    most = H200.multiprocessors * warps
     for L in (100_000, 10_000_000):
-        how, macros = conv_plan(B, D, L)
+        how, macros = conv_plan(B, D, L, backward=backward)
         tile, tiles = tiles_of(how, macros, L)
         assert B * D * how.parts <= most
         assert B * D * how.parts > most / 2 or how.length <= (convolution_plan.TILES + 1) * tile
-    assert conv_plan(64, 2048, 100_000)[0].parts == 1
+    assert conv_plan(most + 1, 1, 100_000, backward=backward)[0].parts == 1
+
+
+@pytest.mark.parametrize("B", [1, 10**5])
+@pytest.mark.parametrize("limits", [IDLE, H200])
+@pytest.mark.parametrize("dtype, W", [("float64", 1), ("float32", 4), ("bfloat16", 32)])
+def test_positions_of_a_segment_are_counted_in_32_bits(B, limits, dtype, W):
+    """However long the row, and though warps enough have one each."""
+    longest = convolution_plan.LONGEST_SEGMENT
+    assert longest <= 2**29  # kernels take 2**30 for far away
+    for L in (longest - 1, longest, longest + 1, 2**31, 2**33, 2**33 + 1, 2**36 - 5):
+        for backward in (False, True):
+            options = {"W": W, "dtypes": (dtype,) * 4, "limits": limits, "backward": backward}
+            how, macros = conv_plan(B, 3, L, **options)
+            tile, _ = tiles_of(how, macros, L)
+            assert how.length <= longest + 2 * tile
+            assert (how.parts - 1) * how.length < L + macros["PACK"] - 1 <= how.parts * how.length
+            assert how.parts >= L // longest
 
 
 @pytest.mark.parametrize("real", ["float32", "float64"])
 @pytest.mark.parametrize("W", [1, 2, 3, 4, 8, 9, 16, 32])
-@pytest.mark.parametrize("pack", [1, 2, 4, 8])
+@pytest.mark.parametrize("packs", [1, 2, 4, 8])
 @pytest.mark.parametrize("backward", [False, True])
-def test_weights_of_a_pack_of_channels_are_in_registers(real, W, pack, backward):
+def test_weights_of_a_pack_of_channels_are_in_registers(real, W, packs, backward):
     numbers = (convolution_plan.NUMBERS_FORWARD, convolution_plan.NUMBERS_BACKWARD)[backward]
     numbers = numbers // 2 if real == "float64" else numbers
     dtypes = ("float16", real, "float32", "float32")
-    options = {"across": ACROSS, "pack": pack, "W": W, "dtypes": dtypes, "backward": backward}
-    _, macros = conv_plan(2, 640, 1000, **options)
-    assert pack % macros["PACK"] == 0
-    assert macros["PACK"] == 1 or macros["PACK"] * W <= numbers
-    assert macros["PACK"] == pack or 2 * macros["PACK"] * W > numbers
+    options = {"across": ACROSS, "packs": packs, "W": W, "dtypes": dtypes, "backward": backward}
+    pack = conv_plan(2, 640, 1000, **options)[1]["PACK"]
+    assert packs % pack == 0 and pack <= convolution_plan.MOST_CHANNELS
+    assert pack == 1 or pack * W <= numbers
+    assert pack in (packs, convolution_plan.MOST_CHANNELS) or 2 * pack * W > numbers
+
+
+def wanted_run(backward, dtype):
+    """Of how many positions the run of a lane is, where there are enough for all lanes."""
+    long = backward or convolution_plan.SIZES[dtype] == 2
+    return convolution_plan.LONG_RUN if long else convolution_plan.SHORT_RUN
+
+
+def walks_of(macros, B, D):
+    """Runs of a block, blocks for the channels of all batch items, and blocks at a time."""
+    columns = B * -(-D // (macros["LANES"] * macros["PACK"]))
+    groups = macros["WARPS"] * 32 // macros["LANES"]
+    return groups, columns, H200.multiprocessors * macros["RESIDENT"]
 
 
 @pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize(
-    "B, D, pack", [(*sizes, 1) for sizes in SIZES] + [(7, 12, 4), (64, 2048, 8), (1000, 130, 2)]
+    "B, D, packs", [(*sizes, 1) for sizes in SIZES] + [(7, 12, 4), (64, 2048, 8), (1000, 130, 2)]
 )
-def test_runs_across_the_channels(backward, B, D, pack):
-    """They cover the length, no block of them is empty, and the forward reads 4 positions ahead."""
-    for L in LENGTHS:
-        how, macros = conv_plan(B, D, L, across=ACROSS, pack=pack, backward=backward)
-        lanes, tile = macros["LANES"], macros["LANES"] * macros["PACK"]
-        tiles, runs = -(-D // tile), macros["WARPS"] * (32 // lanes)
-        assert lanes == 32 or (tiles == 1 and lanes // 2 * macros["PACK"] < D)
-        assert how.length % 4 == 0
-        assert convolution_plan.SHORTEST_RUN <= how.length <= convolution_plan.LONGEST_RUN
-        assert how.parts * runs * how.length >= L
-        assert (how.parts - 1) * runs * how.length < L
-        assert how.grid == B * tiles * how.parts
+def test_runs_across_the_channels(backward, dtype, B, D, packs):
+    """They cover the length, no block of them is empty, and they are not too long."""
+    options = {"across": ACROSS, "backward": backward, "dtypes": (dtype,) * 4}
+    for L in (*LENGTHS, 2**33 + 1):
+        how, macros = conv_plan(B, D, L, packs=packs, **options)
+        lanes, pack = macros["LANES"], macros["PACK"]
+        groups, columns, room = walks_of(macros, B, D)
+        assert lanes == 32 or (columns == B and lanes // 2 * pack < D)
+        assert (how.parts - 1) * groups * how.length < L <= how.parts * groups * how.length
+        assert how.grid == columns * how.parts
+        # Twice as long where one block more for all channels is more than the device has room for
+        longest = 2 * wanted_run(backward, dtype) + 4
+        assert convolution_plan.SHORT_RUN <= how.length <= longest
 
 
-@pytest.mark.parametrize(
-    "B, D, L, run", [(1, 32, 5000, 16), (1, 4096, 4096, 124), (8, 64, 100_000, 376), (1, 1, 9, 16)]
-)
-def test_runs_get_longer_where_the_device_is_full(B, D, L, run):
-    """Positions, channels and all, shared out among the warps that fill it."""
-    how, _ = conv_plan(B, D, L, across=ACROSS)
-    assert how.length == min(run, convolution_plan.LONGEST_RUN)
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("B, D", [(1, 32), (1, 4096), (2, 33), (7, 12), (64, 2048), (1000, 130)])
+def test_blocks_of_runs_fill_the_device_a_whole_number_of_times(backward, dtype, B, D):
+    """As often as runs of the wanted length do; runs any shorter would be too many blocks."""
+    options = {"across": ACROSS, "backward": backward, "dtypes": (dtype,) * 4}
+    for L in (*LENGTHS, 4095, 4096, 4097, 10**6, 10**8):
+        how, macros = conv_plan(B, D, L, **options)
+        groups, columns, room = walks_of(macros, B, D)
+        times = -(-L * columns // (wanted_run(backward, dtype) * groups * room))
+        assert how.parts == 1 or how.grid <= times * room
+        shorter = (how.length - 4) * groups
+        shortest = how.length == convolution_plan.SHORT_RUN
+        assert shortest or columns * -(-L // shorter) > times * room
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("times", [1, 2, 7])
+def test_runs_of_the_wanted_length(backward, dtype, times):
+    """They fill the device exactly; one position more takes a part of one time more."""
+    options = {"across": ACROSS, "backward": backward, "dtypes": (dtype,) * 4}
+    groups, _, room = walks_of(conv_plan(1, 32, 1, **options)[1], 1, 32)
+    run = wanted_run(backward, dtype)
+    L = run * groups * room * times
+    how, _ = conv_plan(1, 32, L, **options)
+    assert (how.length, how.grid) == (run, times * room)
+    more, _ = conv_plan(1, 32, L + 1, **options)
+    assert more.length <= run and times * room < more.grid <= (times + 1) * room
 
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("across", [ALONG, ACROSS])
-@pytest.mark.parametrize("B, D, L", [(0, 3, 5), (2, 0, 5), (2, 3, 0), (0, 0, 0)])
-def test_plan_of_an_empty_convolution(B, D, L, across, backward):
-    how, _ = conv_plan(B, D, L, across=across, backward=backward)
-    assert how.parts == 1 and how.length > 0
+@pytest.mark.parametrize("limits", [IDLE, H200])
+@pytest.mark.parametrize("B, D, L", [(0, 3, 5), (2, 0, 5), (2, 3, 0), (0, 0, 0), (0, 3, 10**6)])
+def test_plan_of_an_empty_convolution(B, D, L, across, limits, backward):
+    how, macros = conv_plan(B, D, L, across=across, backward=backward, limits=limits)
+    assert how.parts >= 1 and how.length > 0
+    assert how.parts == 1 or L > 5
     assert (how.grid > 0) == (B * D > 0)
+    assert macros["LANES"] in (1, 2, 4, 8, 16, 32)
+
+
+def update_plan(B, D, S=3, W=4, silu=True, channels=1, weights=1, columns=1):
+    """The plan, and its macros by name."""
+    dtypes = ("float16", "float32", "float32", "bfloat16", "int64", "int32")
+    sizes = B, D, 1, W, 9, S
+    plan = causal_conv1d_update.plan(
+        causal_conv1d_update.Problem(*sizes, dtypes, silu, channels, weights, columns, 0)
+    )
+    return plan, dict(plan.macros)
 
 
 @pytest.mark.parametrize("D, blocks", [(1, 1), (127, 1), (128, 1), (129, 2), (1000, 8)])
 @pytest.mark.parametrize("B", [0, 1, 7])
 def test_plan_of_an_update(B, D, blocks):
-    """One thread a channel of a row."""
-    dtypes = ("float16", "float32", "float32", "bfloat16", "int64", "int32")
-    plan = causal_conv1d_update.plan(causal_conv1d_update.Problem(B, D, 1, 4, 9, 3, dtypes, 0))
+    """One thread a channel of a row, where these are few."""
+    plan, macros = update_plan(B, D, channels=math.gcd(D, 8))
     assert (plan.grid, plan.block) == (B * blocks, 128)
-    macros = dict(plan.macros)
-    assert macros["REAL"] == "float" and macros["WIDTH"] == 4
+    assert macros["REAL"] == "float" and macros["WIDTH"] == 4 and macros["PACK"] == 1
     assert (macros["SEQLENS_T"], macros["INDEX_T"]) == ("long long", "int")
+    for silu in (False, True):
+        assert update_plan(B, D, silu=silu)[1]["SILU"] == int(silu)
 
 
-@pytest.mark.parametrize("S, columns", [(3, 3), (8, 8), (9, 0), (1000, 0)])
-def test_columns_of_a_state_are_in_registers_where_they_are_few(S, columns):
-    problem = causal_conv1d_update.Problem(2, 3, 1, 4, 9, S, ("float32",) * 4 + ("int32",) * 2, 0)
-    assert dict(causal_conv1d_update.plan(problem).macros)["COLUMNS"] == columns
+@pytest.mark.parametrize("channels", [1, 2, 4, 8])
+def test_a_thread_has_several_channels_where_rows_are_many(channels):
+    """Threads enough are left then, and their states do not lie too far apart."""
+    module, D = causal_conv1d_update, 1000
+
+    def fits(pack, B, S):
+        bytes_of_states = pack * S * 2
+        at_once = channels % pack == 0 and pack <= module.MOST_CHANNELS
+        enough = B * D >= module.THREADS_TO_FILL * pack
+        return at_once and enough and bytes_of_states <= module.MOST_BYTES
+
+    for B, S in product((*range(1, 10 * module.THREADS_TO_FILL // D, 7), 10**6), range(3, 33)):
+        plan, macros = update_plan(B, D, S, channels=channels)
+        pack = macros["PACK"]
+        assert pack == max(n for n in (1, 2, 4, 8) if n == 1 or fits(n, B, S))
+        assert plan.grid == B * -(-D // (128 * pack))
+
+
+@pytest.mark.parametrize("S", [0, 1, 2, 3, 4, 7, 8, 9, 16, 1000])
+def test_columns_of_a_state_are_in_registers_where_they_are_few(S):
+    for columns, channels in product((1, 2, 4, 8), (1, 2, 4)):
+        many = causal_conv1d_update.THREADS_TO_FILL
+        macros = update_plan(many, 64, S, W=1, channels=channels, columns=columns)[1]
+        in_registers = S if S <= causal_conv1d_update.MOST_COLUMNS else 0
+        assert macros["COLUMNS"] == in_registers
+        of_thread = in_registers * macros["PACK"]
+        most = max(n for n in (1, 2, 4, 8) if columns % n == of_thread % n == 0)
+        assert macros["COLUMNS_AT_ONCE"] == (most if in_registers else 1)
+
+
+@pytest.mark.parametrize("W", [1, 2, 3, 4, 6, 32])
+def test_weights_that_an_update_reads_at_once(W):
+    for weights, channels in product((1, 2, 4, 8), (1, 2, 4)):
+        many = causal_conv1d_update.THREADS_TO_FILL
+        macros = update_plan(many, 64, W, W, channels=channels, weights=weights)[1]
+        of_thread = W * macros["PACK"]
+        most = max(n for n in (1, 2, 4, 8) if weights % n == of_thread % n == 0)
+        assert macros["WEIGHTS_AT_ONCE"] == most
 
 
 def test_plans_are_cached():
@@ -403,18 +566,22 @@ def test_a_new_length_compiles_nothing_new():
     longer = [dtw_plan(9, N, N)[0] for N in range(8000, 9000, 7)]
     assert len({how.backward_sweep for how in longer}) == 1
     assert len({conv_plan(2, 40, L, across=ACROSS)[0].macros for L in LENGTHS}) == 1
-    assert len({conv_plan(2, 40, L)[0].macros for L in range(1, 3000)}) == 6  # by lanes
-    assert len({conv_plan(2, 40, L)[0].macros for L in range(128, 9000)}) == 1
+    short = [conv_plan(2, 40, L)[0].macros for L in range(1, 3000)]
+    shapes = {(dict(macros)["LANES"], dict(macros)["BATCH"]) for macros in short}
+    assert len(set(short)) == len(shapes) <= 15
+    assert len({conv_plan(2, 40, L)[0].macros for L in range(512, 9000)}) == 1
 
 
 def test_a_grid_fits_what_cuda_can_launch():
     """Even where each channel of each batch item is one short row."""
     assert dtw_plan(10**6, 50_000)[0].grid <= kernels.MOST_BLOCKS
-    for options in {}, {"pack": 0}, {"W": 32}, {"across": ACROSS}, {"across": ACROSS, "pack": 4}:
+    ways = {}, {"packs": APART}, {"W": 32}, {"across": ACROSS}, {"across": ACROSS, "packs": 4}
+    for options in ways:
         for backward in (False, True):
             for sizes in (70_000, 70_000, 1), (2000, 2000, 1000), (1, 32, 2**36):
-                how, _ = conv_plan(*sizes, backward=backward, **options)
+                how, macros = conv_plan(*sizes, backward=backward, **options)
                 assert how.grid <= kernels.MOST_BLOCKS
+                assert how.grid * macros["WARPS"] <= 2**32  # of which ALONG is the number of a warp
     with pytest.raises(ValueError, match="^soft_dtw_forward: expected .*, got .*; split the batch"):
         kernels.launch(0, 0, "soft_dtw.cu", "soft_dtw_forward", (), 2**31, 32, ())
 
@@ -451,13 +618,145 @@ def aligned(*shape, dtype="float32"):
     return memory[first : first + count].reshape(shape)
 
 
-def problem_of(x, layout, *others):
+def views(n, dtype="float32"):
+    """Arrays (2, 4, n) that lie in memory in many ways."""
+    for offset, gap in product((0, 1, 2, 4, 8), repeat=2):
+        yield aligned(2, 4, offset + n + gap, dtype=dtype)[..., offset : offset + n]
+    for gap in (1, 2, 4, 8):  # behind each batch item
+        yield aligned(2, 4 * n + gap, dtype=dtype)[:, : 4 * n].reshape(2, 4, n)
+    wide = aligned(2, 4, 2 * n, dtype=dtype)
+    yield wide[..., ::2]
+    yield wide[..., n:0:-1]
+    yield wide[::-1, ::-1, :n]
+    yield aligned(2, n, 4, dtype=dtype).transpose(0, 2, 1)
+    yield aligned(n, 4, 2, dtype=dtype).T
+    for x in wide[:1, :, :n], wide[:, :1, :n], wide[:1, :1, :n], wide[..., :1], wide[:1, :1, 1:2]:
+        yield np.broadcast_to(x, (2, 4, n))
+    yield np.broadcast_to(aligned(2, 4, n + 1, dtype=dtype)[:, :1, 1:], (2, 4, n))
+
+
+def parts(x):
+    """With one batch item, row or column, or more."""
+    for b, d, k in product((1, 2), (1, 3, 4), (1, x.shape[2])):
+        yield x[:b, :d, :k]
+
+
+def addresses(array):
+    """Of the elements of a borrowed array, counted in elements."""
+    index = np.indices(array.shape)
+    steps = np.array(array.strides).reshape(-1, *[1] * len(array.shape))
+    return array.pointer // convolution_plan.SIZES[array.dtype] + (index * steps).sum(axis=0)
+
+
+def at_once_by_hand(array, axes):
+    """How many elements of the last axes, taken as one, are neighbours in an aligned place."""
+    places = addresses(array).reshape(-1, math.prod(array.shape[-axes:]))
+    best = 1
+    for n in (2, 4, 8):
+        if n <= PACKS[array.dtype] and places.shape[1] % n == 0:
+            packs = places.reshape(-1, n)
+            if (packs == packs[:, :1] + np.arange(n)).all() and not (packs[:, 0] % n).any():
+                best = n
+    return best
+
+
+@pytest.mark.parametrize("dtype", PACKS)
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 6, 8, 12, 16])
+def test_elements_that_lie_in_one_aligned_place(dtype, n):
+    """By offset, length and steps between rows; axes of one have no steps, and 0 is one too."""
+    seen = set()
+    for view in views(n, dtype):
+        for part in parts(view):
+            array = arrays.borrow("x", part, "")
+            of_rows = convolution_plan.at_once(array), convolution_plan.rows_at_once(array)
+            assert of_rows == (at_once_by_hand(array, 1), at_once_by_hand(array, 2))
+            flat = arrays.borrow("x", part[0], "")
+            of_rows = convolution_plan.at_once(flat), convolution_plan.rows_at_once(flat)
+            assert of_rows == (at_once_by_hand(flat, 1), at_once_by_hand(flat, 2))
+            seen.add(of_rows[0])
+    assert seen == {k for k in (1, 2, 4, 8) if n % k == 0 and k <= PACKS[dtype]}
+
+
+def test_elements_of_nothing_lie_anywhere():
+    for shape in (0, 3, 4), (2, 0, 4), (2, 3, 0), (0, 0, 0):
+        array = arrays.borrow("x", np.zeros(shape, np.float32), "")
+        assert convolution_plan.at_once(array) in (1, 2, 4)
+        assert convolution_plan.rows_at_once(array) in (1, 2, 4)
+        assert convolution_plan.packs_along((array, array)) in (APART, ALIGNED)
+
+
+def packs_by_hand(tensors):
+    """APART, SHIFTED or ALIGNED, by the address of every row."""
+    if any(array.shape[-1] > 1 and array.strides[-1] != 1 for array in tensors):
+        return APART
+    first, *others = (addresses(array)[..., 0] for array in tensors)
+    alike = all(not ((rows - first) % PACKS[tensors[0].dtype]).any() for rows in others)
+    return ALIGNED if alike else SHIFTED
+
+
+@pytest.mark.parametrize("dtype, n", [("float64", 6), ("float32", 8), ("bfloat16", 12)])
+def test_rows_that_are_aligned_alike(dtype, n):
+    """As many elements behind an aligned place in each tensor, if not the same in each row."""
+    seen = []
+    for x, y in product(list(views(n, dtype)), repeat=2):
+        pairs = list(zip(parts(x), parts(y), strict=True))[:: 1 if y is x else 7]
+        for pair in pairs:
+            tensors = [arrays.borrow("x", part, "") for part in pair]
+            seen.append(convolution_plan.packs_along(tensors))
+            assert seen[-1] == packs_by_hand(tensors)
+    assert {APART, SHIFTED, ALIGNED} == set(seen)
+
+
+def test_rows_along_of_some_tensors():
+    def packs(*tensors):
+        return convolution_plan.packs_along([arrays.borrow("x", x, "") for x in tensors])
+
+    x = aligned(2, 3, 8)
+    wide, odd = aligned(2, 3, 20), aligned(2, 3, 17)
+    for y in x, wide[..., :8], wide[..., 4:12], wide[..., :8][:, ::-1]:
+        assert packs(x, y) == packs(y, x) == ALIGNED
+    for y in wide[..., 1:9], wide[..., 2:10], odd[..., :8], odd[..., 4:12]:
+        assert packs(x, y) == packs(y, x) == SHIFTED
+    for y in aligned(2, 3, 16)[..., ::2], x[..., ::-1], aligned(2, 8, 3).transpose(0, 2, 1):
+        assert packs(x, y) == packs(y, x) == packs(y) == APART
+    # With a common offset, and with rows that steps apart alike modulo a pack
+    assert packs(wide[..., 1:9], wide[..., 5:13]) == ALIGNED
+    assert packs(odd[..., :8], aligned(2, 3, 21)[..., 8:16]) == ALIGNED
+    even = aligned(2, 52)[:, :51].reshape(2, 3, 17)  # but for its rows, which are 17 apart too
+    assert packs(odd[..., :8], even[..., :8]) == SHIFTED
+    assert packs(odd[:1, :, :8], even[1:, :, :8]) == ALIGNED
+    assert packs(odd[:1, :1, :8], x[:1, :1]) == ALIGNED
+    # Rows of one element have no stride
+    assert packs(x[..., :1], aligned(2, 3, 16)[..., ::8][..., :1]) == ALIGNED
+    assert packs(x[..., :1], aligned(2, 8, 3).transpose(0, 2, 1)[..., :1]) == SHIFTED
+    assert packs(x, wide[..., :8], odd[..., :8]) == SHIFTED
+    assert packs(x, odd[..., :8], wide[..., :16:2]) == APART
+
+
+def problem_of(x, layout, *others, weight=None, final_state=None, **options):
     """As of a forward; `others` have x's axes and are accessed as x is."""
     channels = x.shape[1 if layout == "bdl" else 2]
-    weight = np.zeros((channels, 3), np.float32)
-    call = causal_conv1d._borrow("causal_conv1d", x, weight, None, None, layout, None, None)
+    weight = np.zeros((channels, 3), np.float32) if weight is None else weight
+    options = dict.fromkeys(("bias", "activation", "seq_idx", "initial_state")) | options
+    arguments = [options[name] for name in ("bias", "activation")]
+    more = [options[name] for name in ("seq_idx", "initial_state")]
+    call = causal_conv1d._borrow("causal_conv1d", x, weight, *arguments, layout, *more)
     seen = [as_bdl(arrays.borrow("other", other, ""), layout) for other in others]
-    return call.problem(*seen)
+    return call.problem(*seen, final_state=final_state)
+
+
+def test_what_a_call_has():
+    x, state = aligned(2, 5, 7), np.zeros((2, 5, 2), np.float32)
+    for activation, initial_state, final_state in product(
+        (None, "silu", "swish"), (None, state), (None, state)
+    ):
+        problem = problem_of(
+            x, "bdl", activation=activation, initial_state=initial_state, final_state=final_state
+        )
+        assert (problem.B, problem.D, problem.L, problem.W) == (2, 5, 7, 3)
+        assert problem.silu == (activation is not None)
+        assert problem.initial_state == (initial_state is not None)
+        assert problem.final_state == (final_state is not None)
 
 
 def test_the_closest_axis_follows_the_strides():
@@ -471,65 +770,108 @@ def test_the_closest_axis_follows_the_strides():
     assert problem_of(bld[..., ::-1], "bld").across
 
 
+def test_channels_that_are_the_same_do_not_lie_closest():
+    """A step of 0 from one to another is not a small one: results do not lie so."""
+    bdl, bld = aligned(2, 5, 8), aligned(2, 8, 5)
+    for x, layout, packs in [
+        (np.broadcast_to(bdl[:, :1], bdl.shape), "bdl", ALIGNED),
+        (np.broadcast_to(bld[..., :1], bld.shape), "bld", APART),
+        (np.broadcast_to(bld[..., :1], bld.shape).transpose(0, 2, 1), "bdl", APART),
+        (np.broadcast_to(bdl[..., :1], bdl.shape), "bdl", APART),  # positions are the same
+        (np.broadcast_to(bdl[:1, :1, :1], bdl.shape), "bdl", APART),
+    ]:
+        y = bdl if layout == "bdl" else bdl.transpose(0, 2, 1)
+        problem = problem_of(x, layout, y)
+        assert not problem.across and problem.packs == packs
+
+
 def test_positions_are_neighbours_in_every_tensor_or_read_one_by_one():
     bdl, bld = aligned(2, 5, 7), aligned(2, 7, 5)
-    for x, layout in [
-        (bdl, "bdl"),
-        (bdl[:, ::2], "bdl"),
-        (bdl[..., 1:], "bdl"),  # packs are shifted then
-        (np.broadcast_to(bdl[:, :1], bdl.shape), "bdl"),
-        (bdl.transpose(0, 2, 1), "bld"),
+    for x, layout, beside in [
+        (bdl, "bdl", ALIGNED),
+        (aligned(2, 10, 7)[:, ::2], "bdl", SHIFTED),
+        (aligned(2, 5, 8)[..., 1:], "bdl", SHIFTED),
+        (aligned(2, 5, 11)[..., 4:], "bdl", ALIGNED),
+        (bdl.transpose(0, 2, 1), "bld", ALIGNED),
     ]:
-        assert problem_of(x, layout, x).pack == 1
-    for x, layout in [
-        (bdl[..., ::2], "bdl"),
-        (bdl[..., ::-1], "bdl"),
-        (np.broadcast_to(bdl[..., :1], bdl.shape), "bdl"),
-    ]:
-        assert problem_of(x, layout).pack == 0
-    assert problem_of(bdl, "bdl", bdl, bdl[:, ::2]).pack == 1
-    assert problem_of(bdl, "bdl", bdl, bld.transpose(0, 2, 1)).pack == 0
-    assert problem_of(bdl, "bdl", bdl[..., ::-1]).pack == 0
+        y = bdl if layout == "bdl" else bdl.transpose(0, 2, 1)
+        assert problem_of(x, layout, x).packs == ALIGNED
+        assert problem_of(x, layout, y, x).packs == beside
+    for x in bdl[..., ::2], bdl[..., ::-1], np.broadcast_to(bdl[..., :1], bdl.shape):
+        assert problem_of(x, "bdl").packs == APART
+    assert problem_of(bdl, "bdl", bdl, bld.transpose(0, 2, 1)).packs == APART
+    assert problem_of(bdl, "bdl", bdl[..., ::-1]).packs == APART
 
 
 @pytest.mark.parametrize("dtype", PACKS)
 def test_channels_that_are_read_at_once(dtype):
     """As many as 16 bytes have, if they divide D and all that steps from one to another."""
     most = PACKS[dtype]
-    for D, pack in [(8, 8), (16, 8), (2, 2), (4, 4), (12, 4), (6, 2), (7, 1), (24, 8)]:
+    for D, packs in [(8, 8), (16, 8), (2, 2), (4, 4), (12, 4), (6, 2), (7, 1), (24, 8)]:
         x = aligned(2, 7, D, dtype=dtype)
         for view, layout in (x, "bld"), (x.transpose(0, 2, 1), "bdl"):
             problem = problem_of(view, layout, view)
-            assert problem.across and problem.pack == min(most, pack)
-    for offset, pack in [(0, 8), (1, 1), (2, 2), (3, 1), (4, 4), (8, 8)]:
+            assert problem.across and problem.packs == min(most, packs)
+    for offset, packs in [(0, 8), (1, 1), (2, 2), (3, 1), (4, 4), (8, 8)]:
         x = aligned(2, 7, 16, dtype=dtype)[..., offset : offset + 8]
-        assert problem_of(x, "bld").pack == min(most, pack)
-    for row, pack in [(9, 1), (10, 2), (12, 4), (16, 8)]:
+        assert problem_of(x, "bld").packs == min(most, packs)
+    for row, packs in [(9, 1), (10, 2), (12, 4), (16, 8)]:
         x = aligned(2, 8, row, dtype=dtype)[..., :8]
-        assert problem_of(x, "bld").pack == min(most, pack)
-    for row, pack in [(57, 1), (58, 2), (60, 4)]:  # of a batch item
+        assert problem_of(x, "bld").packs == min(most, packs)
+    for row, packs in [(57, 1), (58, 2), (60, 4)]:  # of a batch item
         x = aligned(2, row, dtype=dtype)[:, :56].reshape(2, 7, 8)
-        assert problem_of(x, "bld").pack == min(most, pack)
-        assert problem_of(x[:1], "bld").pack == most
+        assert problem_of(x, "bld").packs == min(most, packs)
+        assert problem_of(x[:1], "bld").packs == most
 
 
 def test_channels_of_views():
     x = aligned(2, 7, 16)
-    for view, pack in [
+    for view, packs in [
         (x[..., ::2], 1),
         (x[..., ::-1], 1),
         (x[:, ::-1], 4),
         (x[::-1, ::3], 4),
         (np.broadcast_to(x[:1], x.shape), 4),
-        (np.broadcast_to(x[..., :1], x.shape), 1),
         (x[:, :1, 4:12], 4),
         (aligned(1, 1, 9)[..., :8], 4),  # with no step from one to another
     ]:
         problem = problem_of(view, "bld")
-        assert problem.across and problem.pack == pack
-    for other, pack in [(x, 4), (aligned(2, 7, 18)[..., :16], 2), (aligned(2, 7, 17)[..., 1:], 1)]:
-        assert problem_of(x, "bld", x, other).pack == pack
-    assert problem_of(x, "bld", aligned(2, 16, 7).transpose(0, 2, 1)).pack == 1
+        assert problem.across and problem.packs == packs
+    others = [(x, 4), (aligned(2, 7, 18)[..., :16], 2), (aligned(2, 7, 17)[..., 1:], 1)]
+    for other, packs in others:
+        assert problem_of(x, "bld", x, other).packs == packs
+    assert problem_of(x, "bld", aligned(2, 16, 7).transpose(0, 2, 1)).packs == 1
+
+
+def test_weights_of_a_call():
+    """Those of all filters together where they are contiguous, else of one filter."""
+    for D, W, weights in [(8, 4, 4), (8, 3, 4), (8, 1, 4), (6, 3, 2), (5, 3, 1), (1, 6, 2)]:
+        x, flat = aligned(2, D, 7), aligned(D, W)
+        for weight in flat, flat[:, None]:
+            assert problem_of(x, "bdl", weight=weight).weights == weights
+        assert problem_of(x, "bdl", weight=aligned(D * W + 1)[1:].reshape(D, W)).weights == 1
+        assert problem_of(x, "bdl", weight=aligned(D, 2 * W)[:, ::2]).weights == 1
+        for weight in (
+            aligned(D, W + 1)[:, 1:],
+            aligned(D, 2 * W)[:, W - 1 :: -1],
+            np.broadcast_to(flat[:, :1], (D, W)),
+            aligned(W, D).T,
+        ):
+            assert 1 in (D, W) or problem_of(x, "bdl", weight=weight).weights == 1
+    x = aligned(2, 8, 7)
+    for weight, weights in [
+        (aligned(8, 12)[:, :4], 4),  # rows apart
+        (aligned(8, 12)[:, :6], 2),
+        (aligned(16, 4)[::2], 4),
+        (aligned(8, 4)[::-1], 4),
+        (aligned(8, 8)[:, 2:6], 2),
+        (aligned(34)[2:].reshape(8, 4), 2),
+        (np.broadcast_to(aligned(1, 4), (8, 4)), 4),
+        (aligned(8, 4, dtype="bfloat16"), 8),
+        (aligned(8, 8, dtype="bfloat16")[:, :4], 4),
+        (aligned(8, 3, dtype="float64"), 2),
+    ]:
+        assert problem_of(x, "bdl", weight=weight).weights == weights
 
 
 @pytest.mark.parametrize("strides", ["rows", "columns"])
@@ -539,17 +881,16 @@ def test_packed_sequences_are_taken_across(strides, index):
     x = aligned(9, 8) if strides == "rows" else aligned(8, 9).T
     ends, weight = np.array([0, 4, 9], index), np.zeros((8, 3), np.float32)
     call = causal_conv1d_varlen._borrow("", x, weight, None, ends, None, None)
-    problem = call.problem()
+    problem = call.problem(final_state=None)
     assert (problem.B, problem.D, problem.L, problem.sequences) == (1, 8, 9, PACKED)
-    assert (problem.across, problem.pack) == (True, 4 if strides == "rows" else 1)
+    assert (problem.across, problem.packs) == (True, 4 if strides == "rows" else 1)
     assert problem.index_dtype == index
 
 
 @pytest.mark.parametrize("layout", ["bdl", "bld"])
 @pytest.mark.parametrize("index", ["int32", "int64"])
 def test_sequences_by_index_are_taken_as_x_lies(layout, index):
-    x, weight = aligned(2, 8, 8), np.zeros((8, 3), np.float32)
-    seq_idx = np.zeros((2, 8), index)
-    problem = causal_conv1d._borrow("", x, weight, None, None, layout, seq_idx, None).problem()
+    x, seq_idx = aligned(2, 8, 8), np.zeros((2, 8), index)
+    problem = problem_of(x, layout, seq_idx=seq_idx)
     assert (problem.across, problem.sequences) == (layout == "bld", INDEXED)
     assert problem.index_dtype == index

@@ -1,6 +1,7 @@
 """The causal convolution's kernels on the CPU, through the public functions, against the oracle."""
 
 import math
+from contextlib import contextmanager
 from unittest import mock
 
 import numpy as np
@@ -83,7 +84,7 @@ def run(
             gradients = cuseq.causal_conv1d_backward(
                 outer[0], **on_gpu, **how, grad_final_state=outer[1]
             )
-        assert y.flags.c_contiguous and gradients.x.flags.c_contiguous
+        assert y.strides == gradients.x.strides == strides_like(on_gpu["x"])
         found = {"y": turned(y, layout), "final_state": final_state}
         for name, gradient in gradients._asdict().items():
             assert (gradient is None) == (given[name] is None)
@@ -95,6 +96,33 @@ def run(
             assert x.tobytes() == other[name].tobytes(), name
     assert [x.tobytes() for x in inputs] == before
     return results[0]
+
+
+def strides_like(x):
+    """Of a new array whose last two axes lie in memory in the order of those of x."""
+    *outer, rows, columns = x.shape
+    if min(rows, columns) > 1 and 0 < abs(x.strides[-2]) < abs(x.strides[-1]):
+        return np.empty((*outer, columns, rows), x.dtype).swapaxes(-2, -1).strides
+    return np.empty(x.shape, x.dtype).strides
+
+
+def swapped(x):
+    """On the device, the last two axes exchanged in memory."""
+    return on_device(x.swapaxes(-2, -1).copy().swapaxes(-2, -1) if x.ndim > 1 else x)
+
+
+@contextmanager
+def planning():
+    """A list that every plan of a convolution joins as (problem, plan, its macros by name)."""
+    made, plan = [], convolution_engine.plan
+
+    def remember(problem, *limits, **options):
+        how = plan(problem, *limits, **options)
+        made.append((problem, how, dict(how.macros)))
+        return how
+
+    with mock.patch.object(convolution_engine, "plan", remember):
+        yield made
 
 
 def turned(x, layout):
@@ -134,7 +162,8 @@ SHORT, LONG = (0, 1, 3, 4), (61, 63, 64, 65, 126, 129, 513, 1100)  # the last in
         (3, 3, "bld", on_device, (2, 3, 4, 16, 33, 65, 600), 1),
         (4, 12, "bld", on_device, (*SHORT, 15, 17, 31, 65, 130), 4),
         (4, 1, "bld", sliced, SHORT + LONG, 1),
-        (4, 8, "bdl", transposed, (9, 65), 1),
+        (4, 8, "bdl", swapped, (9, 65), 4),
+        (4, 3, "bld", swapped, (65, 300), None),
         (8, 8, "bld", on_device, (7, 8, 9, 16, 65), 4),
         (32, 12, "bld", on_device, (5, 31, 32, 33, 65), 4),
     ],
@@ -144,12 +173,11 @@ def test_lengths(W, D, layout, place, lengths, pack):
         S = (None, W - 1, W + 2)[n % 3]
         given = arguments(1 + n % 2, D, L, W, S)
         how = {"layout": layout, "place": place, "limits": (MANY, FILLED)[(n + len(lengths)) % 2]}
-        plans = mock.patch.object(convolution_engine, "plan", wraps=convolution_engine.plan)
-        with plans as planned:
+        with planning() as plans:
             check(given, (None, "silu")[n % 2], **how)
-        problem = planned.call_args_list[0].args[0]
+        problem, *_ = plans[0]
         assert L <= 1 or problem.across == (pack is not None)
-        assert L <= 1 or pack in (None, problem.pack)
+        assert L <= 1 or pack in (None, problem.packs)
 
 
 @pytest.mark.parametrize("dtype, L", [("float64", 800), ("float32", 1601), ("float16", 2103)])
@@ -157,6 +185,67 @@ def test_lengths(W, D, layout, place, lengths, pack):
 def test_segments(dtype, L, limits):
     """Of rows that begin anywhere; the gradient reaches from one into the one before."""
     check(arguments(1, 2, L, 4, 3, [dtype] * 4), "silu", limits=limits)
+
+
+def long_rows(B, L, length):
+    """seq_idx of sequences of this length, with some padding inside of one of them."""
+    row = np.arange(L, dtype=np.int32) // length
+    row[length // 2 : length // 2 + 2] = -1
+    return np.array([row] * B).reshape(B, L)
+
+
+@pytest.mark.parametrize("limits", [FILLED, MANY])
+@pytest.mark.parametrize(
+    "W, place, by_index",
+    [(4, on_device, False), (4, shifted(1, 2), False), (32, sliced, False), (4, on_device, True)],
+)
+def test_rows_of_many_tiles(W, place, by_index, limits):
+    """A warp takes several at once; states reach back over more than one of them."""
+    L = 2301
+    given = arguments(1, 2, L, W, 300)
+    if by_index:
+        given["seq_idx"] = long_rows(1, L, 900)
+    with planning() as plans:
+        check(given, "silu", limits=limits, places={"x": place})
+    for _, how, macros in plans:
+        assert macros["LANES"] == 32 and not macros["ACROSS"]
+        assert min(how.length, L) > macros["BATCH"] * 32 * macros["PACK"]
+        assert (how.parts > 1) == (limits is MANY)
+
+
+@pytest.mark.parametrize(
+    "dtype, W, D, by_index",
+    [
+        ("float16", 4, 128, False),  # packs of channels
+        ("float16", 3, 33, True),
+        ("bfloat16", 32, 33, False),
+    ],
+)
+def test_runs_of_many_positions(dtype, W, D, by_index):
+    """Of which a lane reads some ahead, as long as there are so many; states reach over runs."""
+    L = 290
+    given = arguments(1, D, L, W, 100, [dtype] * 4)
+    if by_index:
+        given["seq_idx"] = long_rows(1, L, 110)
+    with planning() as plans:
+        check(given, "silu", layout="bld", seeds=(0, 1))
+    for _, how, macros in plans:
+        assert macros["ACROSS"] and macros["LANES"] == 32
+        assert how.parts == 1 and L / 4 < how.length < L / 3  # by the warps of a block
+
+
+def test_weights_in_packs():
+    """Of one filter, or across filters of neighbouring channels."""
+    for layout, D, W, places in [
+        ("bdl", 3, 4, {on_device: 4, shifted(0, 4): 4, shifted(2, 2): 2}),
+        ("bld", 4, 3, {on_device: 4}),
+        ("bld", 4, 4, {on_device: 4, shifted(0, 4): 4}),
+    ]:
+        given = arguments(2, D, 20, W, 3)
+        for place, weights in places.items():
+            with planning() as plans:
+                check(given, "silu", layout=layout, places={"weight": place})
+            assert {macros["WEIGHTS_AT_ONCE"] for *_, macros in plans} == {weights}
 
 
 @pytest.mark.parametrize("by_index", [False, True])

@@ -1,15 +1,20 @@
 """The kernel of the streaming step on the CPU, through the public function, against the oracle."""
 
+from contextlib import contextmanager
+from unittest import mock
+
 import numpy as np
 import pytest
 
 import cuseq
+from cuseq.ops import causal_conv1d_update
 from tests.cpu_runner import shuffled
 from tests.cpu_runner.device import (
     installed,
     normal,
     on_device,
     reversed_axes,
+    shifted,
     sliced,
     transposed,
 )
@@ -32,8 +37,13 @@ def arguments(W, S, T, *, pooled=False, D=D, dtypes=("float32",) * 4, bias=True)
     }
 
 
-def run(given, activation, layout="bdl", place=on_device, seqlens=None, indices=None):
-    """y (B, D, T) and the state after it: the same bits in two orders of the threads."""
+def run(
+    given, activation, layout="bdl", place=on_device, seqlens=None, indices=None, of_state=None
+):
+    """y (B, D, T) and the state after it: the same bits in two orders of the threads.
+
+    `of_state`: the place of the state, if it is not that of the others.
+    """
     x = given["x"] if layout == "bdl" else np.ascontiguousarray(given["x"].transpose(0, 2, 1))
     inputs = [x, given["weight"], given["bias"]]
     x, weight, bias = (None if array is None else place(array) for array in inputs)
@@ -41,7 +51,8 @@ def run(given, activation, layout="bdl", place=on_device, seqlens=None, indices=
     before = [np.asarray(array).tobytes() for array in read]
     results = []
     for seed in (1, 2):
-        state = place(given["state"])
+        state = (of_state or place)(given["state"])
+        around = count_around(state)
         with installed(), shuffled(seed):
             y = cuseq.causal_conv1d_update(
                 x,
@@ -53,11 +64,20 @@ def run(given, activation, layout="bdl", place=on_device, seqlens=None, indices=
                 cache_seqlens=seqlens,
                 state_indices=indices,
             )
+        assert count_around(state) == around
         results.append((y if layout == "bdl" else y.transpose(0, 2, 1), state))
     for got, again in zip(*results, strict=True):
         assert got.tobytes() == again.tobytes()
     assert [np.asarray(array).tobytes() for array in read] == before
     return tuple(np.asarray(array) for array in results[0])
+
+
+def count_around(x):
+    """How many elements of its memory lie between those of x, which nothing has written."""
+    memory = x
+    while getattr(memory, "base", None) is not None:
+        memory = memory.base
+    return np.isnan(memory).sum() - np.isnan(x).sum()
 
 
 def check(given, activation=None, seqlens=None, indices=None, **how):
@@ -83,6 +103,49 @@ def test_sizes(W, S, T, indices, seqlens):
 @pytest.mark.parametrize("channels", [1, 127, 128, 129])
 def test_channels(channels):
     check(arguments(4, 3, 2, D=channels), "swish")
+
+
+@contextmanager
+def threads_with_many_channels():
+    """A list that the macros of every plan join; threads have as many channels as they may."""
+    made, plan = [], causal_conv1d_update.plan.__wrapped__
+
+    def remember(problem):
+        how = plan(problem)
+        made.append(dict(how.macros))
+        return how
+
+    limits = {"THREADS_TO_FILL": 1, "MOST_BYTES": 2**10}
+    with mock.patch.multiple(causal_conv1d_update, plan=remember, **limits):
+        yield made
+
+
+@pytest.mark.parametrize(
+    "dtype, S, of_state, D, layout, channels, columns",
+    [
+        ("float32", 4, on_device, 5, "bdl", 1, 4),
+        ("float32", 3, on_device, 5, "bdl", 1, 1),
+        ("float32", 6, on_device, 5, "bdl", 1, 2),
+        ("float16", 8, on_device, 5, "bdl", 1, 8),
+        ("float32", 4, shifted(2, 2), 5, "bdl", 1, 2),  # at odd offsets, and with rows apart
+        ("float32", 4, shifted(0, 4), 5, "bdl", 1, 4),
+        ("float16", 8, shifted(3, 5), 5, "bdl", 1, 1),
+        ("float16", 8, sliced, 6, "bld", 2, 1),
+        ("float32", 3, on_device, 4, "bld", 4, 4),  # of several channels
+        ("float32", 3, shifted(1, 4), 4, "bld", 4, 1),
+        ("float16", 8, on_device, 8, "bld", 4, 8),
+        ("float64", 4, on_device, 6, "bld", 2, 2),
+        ("float32", 9, on_device, 4, "bld", 4, 1),  # not in registers
+    ],
+)
+def test_what_a_thread_has_at_once(dtype, S, of_state, D, layout, channels, columns):
+    """Channels of x and y, columns of states and weights, where they lie in one aligned place."""
+    for T, seqlens in [(1, None), (3, None), (9, None), (9, SEQLENS)]:
+        given = arguments(4, S, T, D=D, dtypes=[dtype] * 4)
+        with threads_with_many_channels() as plans:
+            check(given, "silu", seqlens, layout=layout, of_state=of_state)
+        for macros in plans:
+            assert (macros["PACK"], macros["COLUMNS_AT_ONCE"]) == (channels, columns)
 
 
 @pytest.mark.parametrize("seqlens", [None, SEQLENS], ids=["shifted", "ring"])

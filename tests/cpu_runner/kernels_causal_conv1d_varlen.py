@@ -136,6 +136,13 @@ def test_dtypes(dtype, D, activation):
     check(arguments((3, 0, 29, 1, 40), D, 4, 5, dtype), activation, seeds=(0, 1))
 
 
+@pytest.mark.parametrize("dtype, D", [("float16", 33), ("float32", 128)])
+def test_runs_of_many_positions(dtype, D):
+    """Several sequences in a run, and several runs in a sequence; states reach over runs."""
+    given = arguments((5, 150, 0, 95, 1, 39), D, 4, 100, dtype)
+    check(given, "silu", limits=FILLED, seeds=(0, 1))
+
+
 @pytest.mark.parametrize("place", [transposed, sliced, reversed_axes])
 def test_strides(place):
     """Every array of the call has them, cu_seqlens too."""
