@@ -75,7 +75,7 @@ __device__ __forceinline__ void step_columns(const Step& step) {
     Pack<STATE_T, COLUMNS_AT_ONCE> some;
 #pragma unroll
     for (int i = 0; i < PACK * COLUMNS; i += COLUMNS_AT_ONCE) {
-        some.read(&step.column(i / COLUMNS, i % COLUMNS));
+        some.read_written(&step.column(i / COLUMNS, i % COLUMNS));
 #pragma unroll
         for (int k = 0; k < COLUMNS_AT_ONCE; ++k) columns[(i + k) / COLUMNS][(i + k) % COLUMNS] = some.at[k];
     }

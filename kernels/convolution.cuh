@@ -34,6 +34,10 @@ template <class T, int n> struct Pack {
         Whole bits = __ldg(reinterpret_cast<const Whole*>(from));
         memcpy(this, &bits, sizeof bits);
     }
+    __device__ __forceinline__ void read_written(const T* from) {  // what the kernel itself writes
+        Whole bits = *reinterpret_cast<const Whole*>(from);
+        memcpy(this, &bits, sizeof bits);
+    }
     __device__ __forceinline__ void write(T* to) const {
         Whole bits;
         memcpy(&bits, this, sizeof bits);

@@ -445,7 +445,7 @@ SPILLS = [  # function, macros; the first that fits counts
     (
         "causal_conv1d_forward",
         {"REAL": "double", "ACROSS": 1},
-        Spill(256, "weights and windows are 32 doubles, in 128 registers for more blocks"),
+        Spill(512, "weights and windows are 32 doubles, in 128 registers for more blocks"),
     ),
     ("causal_conv1d_forward", NO_STATES, A_FEW),
     (

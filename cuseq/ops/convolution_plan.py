@@ -148,7 +148,7 @@ def plan(problem, limits, backward=False):
         ("WARPS", WARPS),
         ("RESIDENT", resident),
         ("BATCH", batch),
-        ("PACKS", packs),
+        ("PACKS", ALIGNED if across else packs),
         ("WEIGHTS_AT_ONCE", gcd(problem.weights, W * pack if across else W)),
         ("SEQUENCES", problem.sequences),
         ("INDEX_T", C_TYPES[problem.index_dtype]),

@@ -39,6 +39,16 @@ def arguments(B, D, L, W, S=None, dtypes=("float32",) * 4, bias=True):
     }
 
 
+def random_rows(B, L, dtype="int32"):
+    """Runs of 1 to 40 positions, of a few indices, some of them padding."""
+    random = np.random.default_rng(7)
+    rows = [
+        np.repeat(random.choice([-1, -4, 0, 1, 2], L), random.choice([1, 2, 5, 40], L))[:L]
+        for _ in range(B)
+    ]
+    return np.array(rows, dtype).reshape(B, L)
+
+
 def outer_of(x, weight, bias, initial_state, seq_idx=None):
     """grad_y (B, D, L) and grad_final_state (B, D, S) for these arguments."""
     S = weight.shape[1] - 1 if initial_state is None else initial_state.shape[2]
@@ -80,7 +90,8 @@ def run(
     for seed in seeds:
         with installed(limits), shuffled(seed):
             y, final_state = cuseq.causal_conv1d_with_state(**on_gpu, **how)
-            assert cuseq.causal_conv1d(**on_gpu, **how).tobytes() == y.tobytes()
+            if len(seeds) > 1:  # a variant more to compile
+                assert cuseq.causal_conv1d(**on_gpu, **how).tobytes() == y.tobytes()
             gradients = cuseq.causal_conv1d_backward(
                 outer[0], **on_gpu, **how, grad_final_state=outer[1]
             )
@@ -174,7 +185,7 @@ def test_lengths(W, D, layout, place, lengths, pack):
         given = arguments(1 + n % 2, D, L, W, S)
         how = {"layout": layout, "place": place, "limits": (MANY, FILLED)[(n + len(lengths)) % 2]}
         with planning() as plans:
-            check(given, (None, "silu")[n % 2], **how)
+            check(given, (None, "silu")[W % 2], **how)
         problem, *_ = plans[0]
         assert L <= 1 or problem.across == (pack is not None)
         assert L <= 1 or pack in (None, problem.packs)
@@ -398,127 +409,3 @@ def test_silu_of_large_inputs(dtype):
     given["x"][0, 0] = [-1e4, -800, -100, -20, 0, 20, 100, 800, 1e4]
     given["weight"][...] = 1
     check(given, "silu")
-
-
-ROWS = np.array(
-    [
-        [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],  # one sequence
-        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10],  # one element each
-        [3, 3, 3, 3, 3, 0, 0, 0, 2, 2, 2],
-        [5, 5, 2, 5, 5, 5, 2, 2, 5, 2, 5],  # runs of one index that are apart
-        [-1, -1, -1, 0, 0, 0, 0, 1, 1, 1, 1],  # padding in front
-        [-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
-        [0, 0, -1, 0, 0, 0, -2, -3, 1, -1, 1],  # inside
-        [0, 0, 0, 1, 1, 1, -1, -1, -1, -1, -1],  # behind
-        [2, 2, -1, -1, -1, -1, -1, -1, -1, -1, -1],
-        [-1, 0, -1, 0, -1, 1, -1, 1, -1, 1, -1],  # everywhere
-        [-1, -1, -1, -1, -7, -1, -1, -1, -1, -1, -1],  # nothing but padding
-        [2**31 - 1, 2**31 - 1, -(2**31), -(2**31), 7, 7, 7, -1, -1, 7, 7],
-    ]
-)
-
-
-def random_rows(B, L, dtype="int32"):
-    """Runs of 1 to 40 positions, of a few indices, some of them padding."""
-    random = np.random.default_rng(7)
-    rows = [
-        np.repeat(random.choice([-1, -4, 0, 1, 2], L), random.choice([1, 2, 5, 40], L))[:L]
-        for _ in range(B)
-    ]
-    return np.array(rows, dtype).reshape(B, L)
-
-
-def of_rows(W, S, index="int32", D=2):
-    """Arguments for ROWS."""
-    return arguments(len(ROWS), D, ROWS.shape[1], W, S) | {"seq_idx": ROWS.astype(index)}
-
-
-@pytest.mark.parametrize(
-    "layout, W, S, index",
-    [
-        ("bdl", 4, None, "int32"),
-        ("bdl", 4, 3, "int32"),
-        ("bdl", 4, 15, "int32"),
-        ("bld", 4, None, "int64"),
-        ("bld", 4, 3, "int64"),
-        ("bld", 4, 15, "int64"),
-        ("bdl", 1, 2, "int64"),
-        ("bdl", 1, None, "int64"),
-        ("bld", 2, 1, "int32"),
-        ("bld", 2, 4, "int32"),
-        ("bdl", 8, 9, "int32"),
-    ],
-)
-def test_sequences_by_index(layout, W, S, index):
-    check(of_rows(W, S, index), "silu", layout=layout, seeds=(0, 1), limits=MANY)
-
-
-@pytest.mark.parametrize(
-    "layout, dtype, D, L",
-    [  # more than a tile or a walk, and than a segment or a block of walks
-        ("bdl", "float64", 2, 800),
-        ("bdl", "float32", 2, 300),
-        ("bdl", "bfloat16", 1, 530),
-        ("bld", "float64", 6, 100),
-        ("bld", "float32", 33, 140),
-        ("bld", "float16", 24, 100),
-    ],
-)
-@pytest.mark.parametrize("limits", [FILLED, MANY])
-def test_sequences_by_index_in_long_rows(layout, dtype, D, L, limits):
-    given = arguments(2, D, L, 4, 5, [dtype] * 4) | {"seq_idx": random_rows(2, L)}
-    check(given, "silu", layout=layout, limits=limits, seeds=(0, 1))
-
-
-@pytest.mark.parametrize("layout", ["bdl", "bld"])
-@pytest.mark.parametrize("S", [None, 3, 6])
-@pytest.mark.parametrize("L", [0, 1])
-def test_sequences_by_index_of_hardly_any_positions(layout, S, L):
-    rows = np.array([[4], [-1], [0]], np.int32)[:, :L]
-    check(arguments(3, 2, L, 4, S) | {"seq_idx": rows}, "silu", layout=layout)
-
-
-@pytest.mark.parametrize("layout, index", [("bdl", "int32"), ("bld", "int64")])
-def test_strides_of_seq_idx(layout, index):
-    given = of_rows(4, 3, index)
-    contiguous = run(given, "silu", layout)
-    for place in (transposed, sliced, reversed_axes, shifted(3, 1)):
-        got = run(given, "silu", layout, places={"seq_idx": place})
-        assert all(got[name].tobytes() == x.tobytes() for name, x in contiguous.items())
-    for n in (2, 5):
-        given["seq_idx"] = np.broadcast_to(ROWS[n].astype(index), ROWS.shape)
-        check(given, "silu", layout=layout)
-
-
-@pytest.mark.parametrize("layout, index", [("bdl", "int32"), ("bld", "int64")])
-@pytest.mark.parametrize("wrong", [math.nan, math.inf])
-def test_what_padding_holds_does_not_matter(layout, index, wrong):
-    """Nor does the initial state of a row that begins with it and is not all padding."""
-    given = of_rows(4, 5, index)
-    outer = outer_of(**given)
-    clean = run(given, "silu", layout, outer=outer)
-    for array in given["x"], outer[0]:
-        array.transpose(0, 2, 1)[ROWS < 0] = wrong
-    given["initial_state"][(ROWS[:, 0] < 0) & (ROWS >= 0).any(axis=1)] = wrong
-    for name, got in run(given, "silu", layout, outer=outer).items():
-        assert got.tobytes() == clean[name].tobytes(), name
-    for name in ("y", "grad_x"):
-        assert not clean[name].transpose(0, 2, 1)[ROWS < 0].any()
-
-
-@pytest.mark.parametrize("layout, index", [("bdl", "int32"), ("bld", "int64")])
-def test_sequences_by_index_without_a_gradient_by_the_final_state(layout, index):
-    given = of_rows(4, 3, index)
-    grad_y, grad_final_state = outer_of(**given)
-    zeros = run(given, "silu", layout, outer=(grad_y, np.zeros_like(grad_final_state)))
-    for name, got in run(given, "silu", layout, outer=(grad_y, None)).items():
-        assert got.tobytes() == zeros[name].tobytes()
-
-
-@pytest.mark.parametrize("layout, index", [("bdl", "int32"), ("bld", "int64")])
-def test_one_index_changes_nothing(layout, index):
-    given = arguments(2, 2, 11, 4, 5)
-    whole = run(given, "silu", layout)
-    given["seq_idx"] = np.full((2, 11), 7, index)
-    for name, got in run(given, "silu", layout).items():
-        assert_close(got, whole[name].astype(np.float64), f"causal_conv1d.{name}")

@@ -65,11 +65,12 @@ def run(given, activation=None, limits=MANY, seeds=(1,), outer=None, places=()):
     for seed in seeds:
         with installed(limits), shuffled(seed):
             y, final_state = cuseq.causal_conv1d_varlen_with_state(**on_gpu, activation=activation)
-            alone = cuseq.causal_conv1d_varlen(**on_gpu, activation=activation)
+            if len(seeds) > 1:  # a variant more to compile
+                alone = cuseq.causal_conv1d_varlen(**on_gpu, activation=activation)
+                assert alone.tobytes() == y.tobytes()
             gradients = cuseq.causal_conv1d_varlen_backward(
                 grad_y, **on_gpu, activation=activation, grad_final_state=grad_final_state
             )
-        assert alone.tobytes() == y.tobytes()
         found = {"y": y, "final_state": final_state}
         for name, gradient in gradients._asdict().items():
             assert (gradient is None) == (given[name] is None)
