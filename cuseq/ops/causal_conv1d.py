@@ -1,7 +1,13 @@
 """Causal depthwise convolution: forward, with states, backward."""
 
 from cuseq.ops import convolution_engine as engine
-from cuseq.ops.convolution import AXES, as_bdl, borrow_filter, check_options, check_state
+from cuseq.ops.convolution import (
+    AXES,
+    borrow_filter,
+    borrow_initial_state,
+    borrow_outer,
+    check_options,
+)
 from cuseq.ops.convolution_engine import Call, Gradients
 from cuseq.ops.convolution_plan import INDEXED, WHOLE
 from cuseq.runtime import arrays, checks
@@ -128,17 +134,8 @@ def causal_conv1d_backward(
     operator = "causal_conv1d"  # whose counterpart in cuseq.torch has this backward
     outer = arrays.borrow("grad_y", grad_y, operator)
     call = _borrow(operator, x, weight, bias, activation, layout, seq_idx, initial_state)
-    checks.shape("grad_y", outer, arrays.borrow("x", x, operator).shape, "of x", "pass one a y")
-    checks.same_dtype("grad_y", outer, "x", call.x.dtype)
-    checks.same_device("x", call.x, "grad_y", outer)
-    outer_state = None
-    if grad_final_state is not None:
-        outer_state = arrays.borrow("grad_final_state", grad_final_state, operator)
-        name = "grad_final_state"
-        checks.shape(name, outer_state, call.states, "(B, D, S)", "pass one a final state")
-        checks.same_dtype(name, outer_state, "the state", call.state_dtype)
-        checks.same_device(name, outer_state, "grad_y", outer)
-    gradients = engine.backward(call, as_bdl(outer, layout), outer_state)
+    outer, outer_state = borrow_outer(operator, call, outer, grad_final_state, "(B, D, S)")
+    gradients = engine.backward(call, outer, outer_state)
     return Gradients(*(g and arrays.give_back(g, grad_y) for g in gradients))
 
 
@@ -153,15 +150,11 @@ def _borrow(operator, x, weight, bias, activation, layout, seq_idx, initial_stat
     axes = AXES[layout]
     x = given.seen_as(*axes)
     weight, bias, weight_shape = borrow_filter(operator, x, weight, bias)
-    B, D, _ = x.shape
-    states, state_dtype = (B, D, weight.shape[1] - 1), x.dtype
-    if initial_state is not None:
-        initial_state = arrays.borrow("initial_state", initial_state, operator)
-        check_state("initial_state", initial_state, x, B, weight.shape[1])
-        states, state_dtype = tuple(initial_state.shape), initial_state.dtype
+    B, W = x.shape[0], weight.shape[1]
+    state, states, state_dtype = borrow_initial_state(operator, initial_state, x, B, W)
     index = _borrow_index(operator, x, seq_idx)
     return Call(
-        *(x, weight, bias, initial_state, index, activation is not None),
+        *(x, weight, bias, state, index, activation is not None),
         *(INDEXED if index else WHOLE, states, state_dtype, given, axes, weight_shape),
     )
 

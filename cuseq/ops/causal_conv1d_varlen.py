@@ -1,7 +1,12 @@
 """Causal depthwise convolution of packed sequences: forward, with states, backward."""
 
 from cuseq.ops import convolution_engine as engine
-from cuseq.ops.convolution import borrow_filter, check_options, check_state
+from cuseq.ops.convolution import (
+    borrow_filter,
+    borrow_initial_state,
+    borrow_outer,
+    check_options,
+)
 from cuseq.ops.convolution_engine import Call, Gradients
 from cuseq.ops.convolution_plan import PACKED
 from cuseq.runtime import arrays, checks
@@ -118,17 +123,8 @@ def causal_conv1d_varlen_backward(
     operator = "causal_conv1d_varlen"  # whose counterpart in cuseq.torch has this backward
     outer = arrays.borrow("grad_y", grad_y, operator)
     call = _borrow(operator, x, weight, bias, cu_seqlens, activation, initial_state)
-    checks.shape("grad_y", outer, call.given.shape, "of x", "pass one a y")
-    checks.same_dtype("grad_y", outer, "x", call.x.dtype)
-    checks.same_device("x", call.x, "grad_y", outer)
-    outer_state = None
-    if grad_final_state is not None:
-        name = "grad_final_state"
-        outer_state = arrays.borrow(name, grad_final_state, operator)
-        checks.shape(name, outer_state, call.states, "(S, D, width)", "pass one a final state")
-        checks.same_dtype(name, outer_state, "the state", call.state_dtype)
-        checks.same_device(name, outer_state, "grad_y", outer)
-    gradients = engine.backward(call, outer.seen_as(*AXES), outer_state)
+    outer, outer_state = borrow_outer(operator, call, outer, grad_final_state, "(S, D, width)")
+    gradients = engine.backward(call, outer, outer_state)
     return Gradients(*(g and arrays.give_back(g, grad_y) for g in gradients))
 
 
@@ -143,13 +139,9 @@ def _borrow(operator, x, weight, bias, cu_seqlens, activation, initial_state):
     weight, bias, weight_shape = borrow_filter(operator, x, weight, bias)
     seqlens = _borrow_seqlens(operator, given, cu_seqlens)
     rows, W = seqlens.shape[0] - 1, weight.shape[1]
-    states, state_dtype = (rows, x.shape[1], W - 1), x.dtype
-    if initial_state is not None:
-        initial_state = arrays.borrow("initial_state", initial_state, operator)
-        check_state("initial_state", initial_state, x, rows, W)
-        states, state_dtype = tuple(initial_state.shape), initial_state.dtype
+    state, states, state_dtype = borrow_initial_state(operator, initial_state, x, rows, W)
     return Call(
-        *(x, weight, bias, initial_state, seqlens, activation is not None),
+        *(x, weight, bias, state, seqlens, activation is not None),
         *(PACKED, states, state_dtype, given, AXES, weight_shape),
     )
 

@@ -54,3 +54,29 @@ def check_state(name, state, x, rows, W):
         raise ValueError(
             checks.sentence(name, f"shape {letters}", state.shape, "keep W - 1 inputs or more")
         )
+
+
+def borrow_initial_state(operator, state, x, rows, W):
+    """The initial state borrowed and checked, or None; and final states' shape and dtype."""
+    if state is None:
+        return None, (rows, x.shape[1], W - 1), x.dtype
+    state = arrays.borrow("initial_state", state, operator)
+    check_state("initial_state", state, x, rows, W)
+    return state, tuple(state.shape), state.dtype
+
+
+def borrow_outer(operator, call, grad_y, grad_final_state, letters):
+    """Incoming gradients: grad_y, borrowed, seen as (B, D, L), and that of the final state or None.
+
+    `letters` are the axes of a state in an error sentence.
+    """
+    checks.shape("grad_y", grad_y, call.given.shape, "of x", "pass one a y")
+    checks.same_dtype("grad_y", grad_y, "x", call.x.dtype)
+    checks.same_device("x", call.x, "grad_y", grad_y)
+    if grad_final_state is not None:
+        name = "grad_final_state"
+        grad_final_state = arrays.borrow(name, grad_final_state, operator)
+        checks.shape(name, grad_final_state, call.states, letters, "pass one a final state")
+        checks.same_dtype(name, grad_final_state, "the state", call.state_dtype)
+        checks.same_device(name, grad_final_state, "grad_y", grad_y)
+    return grad_y.seen_as(*call.axes), grad_final_state

@@ -33,12 +33,10 @@ SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}  # bytes of an
 
 def at_once(array):
     """How many neighbouring elements of an array's last axis lie in one aligned place."""
-    *outer, n = array.shape
+    n = array.shape[-1]
     if n > 1 and array.strides[-1] != 1:
         return 1
-    size = SIZES[array.dtype]
-    steps = [stride for m, stride in zip(outer, array.strides, strict=False) if m > 1]
-    return gcd(PACK_BYTES // size, n, array.pointer // size, *steps)
+    return gcd(PACK_BYTES // SIZES[array.dtype], n, *_row_places(array))
 
 
 def rows_at_once(array):
@@ -52,18 +50,17 @@ def rows_at_once(array):
 
 def packs_along(tensors):
     """How the rows (along the last axis) of arrays of one shape and dtype lie: PACKS."""
-    first = tensors[0]
-    n, size = first.shape[-1], SIZES[first.dtype]
-    if any(n > 1 and array.strides[-1] != 1 for array in tensors):
+    pack = PACK_BYTES // SIZES[tensors[0].dtype]
+    if any(array.shape[-1] > 1 and array.strides[-1] != 1 for array in tensors):
         return APART
+    offsets = {tuple(place % pack for place in _row_places(array)) for array in tensors}
+    return ALIGNED if len(offsets) == 1 else SHIFTED
 
-    def offsets(array):
-        steps = [
-            stride for m, stride in zip(array.shape[:-1], array.strides, strict=False) if m > 1
-        ]
-        return [start % (PACK_BYTES // size) for start in (array.pointer // size, *steps)]
 
-    return ALIGNED if all(offsets(array) == offsets(first) for array in tensors) else SHIFTED
+def _row_places(array):
+    """Where rows (along the last axis) begin: the first one's element, and strides to others."""
+    outer = zip(array.shape[:-1], array.strides, strict=False)
+    return array.pointer // SIZES[array.dtype], *(stride for n, stride in outer if n > 1)
 
 
 class Problem(NamedTuple):
