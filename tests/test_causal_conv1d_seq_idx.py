@@ -19,7 +19,7 @@ from tests.frameworks import (
     run,
 )
 from tests.oracles import causal_conv1d as oracle
-from tests.samples import normal
+from tests.samples import ROWS, normal
 from tests.strategies import layouts, sizes
 from tests.test_causal_conv1d import (
     MIXED,
@@ -39,23 +39,6 @@ from tests.tolerances import assert_close
 pytestmark = pytest.mark.filterwarnings("error")
 
 
-ROWS = np.array(
-    [
-        [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],  # one sequence
-        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10],  # one element each
-        [3, 3, 3, 3, 3, 0, 0, 0, 2, 2, 2],
-        [1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 4],  # the last one shorter than any state
-        [5, 5, 2, 5, 5, 5, 2, 2, 5, 2, 5],  # runs of one index that are apart
-        [-1, -1, -1, 0, 0, 0, 0, 1, 1, 1, 1],  # padding in front
-        [-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
-        [0, 0, -1, 0, 0, 0, -2, -3, 1, -1, 1],  # inside
-        [0, 0, 0, 1, 1, 1, -1, -1, -1, -1, -1],  # behind
-        [2, 2, -1, -1, -1, -1, -1, -1, -1, -1, -1],
-        [-1, 0, -1, 0, -1, 1, -1, 1, -1, 1, -1],  # everywhere
-        [-1, -1, -1, -1, -7, -1, -1, -1, -1, -1, -1],  # nothing but padding
-        [2**31 - 1, 2**31 - 1, -(2**31), -(2**31), 7, 7, 7, -1, -1, 7, 7],
-    ]
-)
 # (B, D, L, W, S): S is the width of the initial state, None without one
 SIZES = [
     (2, 3, 0, 4, 3),

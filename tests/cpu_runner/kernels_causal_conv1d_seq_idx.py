@@ -15,24 +15,8 @@ from tests.cpu_runner.kernels_causal_conv1d import (
     random_rows,
     run,
 )
+from tests.samples import ROWS
 from tests.tolerances import assert_close
-
-ROWS = np.array(
-    [
-        [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],  # one sequence
-        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10],  # one element each
-        [3, 3, 3, 3, 3, 0, 0, 0, 2, 2, 2],
-        [5, 5, 2, 5, 5, 5, 2, 2, 5, 2, 5],  # runs of one index that are apart
-        [-1, -1, -1, 0, 0, 0, 0, 1, 1, 1, 1],  # padding in front
-        [-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
-        [0, 0, -1, 0, 0, 0, -2, -3, 1, -1, 1],  # inside
-        [0, 0, 0, 1, 1, 1, -1, -1, -1, -1, -1],  # behind
-        [2, 2, -1, -1, -1, -1, -1, -1, -1, -1, -1],
-        [-1, 0, -1, 0, -1, 1, -1, 1, -1, 1, -1],  # everywhere
-        [-1, -1, -1, -1, -7, -1, -1, -1, -1, -1, -1],  # nothing but padding
-        [2**31 - 1, 2**31 - 1, -(2**31), -(2**31), 7, 7, 7, -1, -1, 7, 7],
-    ]
-)
 
 
 def of_rows(W, S, index="int32", D=2):
