@@ -12,10 +12,6 @@
 
 #include "causal_conv1d.cuh"
 
-// ACROSS, packs are read so many positions ahead of their use. Windows shift by one a position:
-// after a multiple of WIDTH they are in the registers that they were in.
-constexpr int AHEAD = WIDTH < 8 ? (8 + WIDTH - 1) / WIDTH * WIDTH : 8;
-
 // y of a pack. hide: some of its positions do not see all the inputs before them.
 template <bool hide>
 __device__ __forceinline__ void convolve(const Weights& filter, const Real (&u)[BEFORE + PACK], const Id* indices,
@@ -33,55 +29,49 @@ struct Along {
     const Call& call;
     Strip strip;
     Inputs inputs;
-    Line<const X_T> line;
+    int lane;
+    Reader<BEFORE> reader;
     Line<X_T> results;
-    int lane, first;  // position of the lane's pack
     Weights filter[1];
-    Real left[PACK];  // the lane's inputs in the tile on the left
 
     __device__ __forceinline__ Along(const Call& call, const Tensor<X_T>& y, int length, int segments)
         : call(call), strip(call, y, length, segments, 0),
-          inputs(call.inputs(strip.batch, strip.batch, strip.channel)), line(call.x, strip), results(y, strip),
-          lane(threadIdx.x % LANES), first(lane * PACK) {
-        call.load(strip.channel, filter);
-        read_left(strip, inputs, first, left);
+          inputs(call.inputs(strip.batch, strip.batch, strip.channel)), lane(threadIdx.x % LANES),
+          reader{{call.x, strip, lane}}, results(y, strip, lane) {}
+
+    __device__ __forceinline__ int first(int tile) const { return tile * TILE + lane * PACK; }  // of the lane's pack
+
+    __device__ __forceinline__ void fetch(int tile, Place* places) const {
+        if (strip.inside(tile)) reader.template fetch<true>(strip, tile, first(tile), places);
+        else if (tile < strip.tiles) reader.template fetch<false>(strip, tile, first(tile), places);
+        end_of_copies();
     }
 
-    template <bool inside> __device__ __forceinline__ void fetch(Fetched (&packs)[BATCH]) const {
-#pragma unroll
-        for (int b = 0; b < BATCH; ++b) packs[b].fetch<inside>(strip, line, first + b * TILE);
-    }
-
-    // A tile. inside: all of it is the segment's own.
-    template <bool inside> __device__ __forceinline__ void step(const Fetched& pack) {
-        Real own[PACK], u[BEFORE + PACK], v[PACK];
-        pack.widen_into(line, own);
-        if (!inside) read_state(strip, inputs, first, own);
-        from_the_left(own, left, lane, u);
-#pragma unroll
-        for (int k = 0; k < PACK; ++k) left[k] = u[BEFORE + k] = own[k];
+    // y of a tile. inside: see Strip.
+    template <bool inside> __device__ __forceinline__ void step(int tile, const Place* places) const {
+        int first = this->first(tile);
+        if (!inside && first >= strip.size) return;
+        Real u[BEFORE + PACK], v[PACK];
+        reader.widen_into(places, u);
+        if (!inside) read_state(strip, inputs, first, u);
         Indices<BEFORE + PACK> indices;
         if (SEQUENCES == INDEXED) indices.read(call, strip.batch, strip.base + first - BEFORE);
         if (SEQUENCES == INDEXED && !indices.agree()) convolve<true>(filter[0], u, indices.at, v);
         else convolve<false>(filter[0], u, indices.at, v);
-        if (inside || first < strip.size) write<inside>(strip, results, first, v);
-        first += TILE;
+        write<inside>(results, tile, strip.span(first), v);
     }
 };
 
 __device__ void forward_along(const Call& call, const Tensor<X_T>& y, int length, int segments) {
+    __shared__ Room<Reader<BEFORE>::packs> room;
     Along along(call, y, length, segments);
-    const Strip& strip = along.strip;
-    for (int tile = 0; tile < strip.tiles; tile += BATCH) {
-        Fetched packs[BATCH];
-        bool all = strip.inside(tile, tile + BATCH - 1);
-        if (all) along.fetch<true>(packs);
-        else along.fetch<false>(packs);
-#pragma unroll
-        for (int b = 0; b < BATCH; ++b) {
-            if (all || strip.inside(tile + b, tile + b)) along.step<true>(packs[b]);
-            else if (tile + b < strip.tiles) along.step<false>(packs[b]);
-        }
+    for (int tile = 0; tile < STAGES; ++tile) along.fetch(tile, room.of(tile));
+    call.load(along.strip.channel, along.filter);
+    for (int tile = 0; tile < along.strip.tiles; ++tile) {
+        wait_for_copies<STAGES - 1>();
+        if (along.strip.inside(tile)) along.step<true>(tile, room.of(tile));
+        else along.step<false>(tile, room.of(tile));
+        along.fetch(tile + STAGES, room.of(tile));
     }
 }
 
@@ -90,7 +80,6 @@ struct Across {
     Walk walk;
     Column<const X_T> ahead;
     Column<X_T> results;
-    Elements packs[AHEAD];
     Weights filters[PACK];
     Current current;
     Real windows[PACK][WIDTH];
@@ -98,18 +87,24 @@ struct Across {
 
     __device__ __forceinline__ Across(const Call& call, const Tensor<X_T>& y, const Walk& walk)
         : call(call), walk(walk), ahead(call.x, walk, walk.first), results(y, walk, walk.first),
-          current(call, walk.batch, walk.first) {
-#pragma unroll
-        for (int r = 0; r < AHEAD; ++r, ahead.next())
-            if (r < walk.size) packs[r].read(ahead.at);
+          current(call, walk.batch, walk.first) {}
+
+    __device__ __forceinline__ void load() {
         call.load(walk.channel, filters);
         read_before(call, walk, current, walk.first, windows);
     }
 
-    // Whether the positions of a step and as many after them are the run's own, and the former of
-    // one sequence with all that they see.
+    // The inputs of a step.
+    __device__ __forceinline__ void fetch(int first, Place* places) {
+        bool all = first + AHEAD <= walk.size;
+#pragma unroll
+        for (int r = 0; r < AHEAD; ++r) ahead.fetch(places + r * THREADS, all || first + r < walk.size);
+        end_of_copies();
+    }
+
+    // Whether the positions of a step are the run's own, and of one sequence with all that they see.
     __device__ __forceinline__ bool inside(int first) {
-        bool own = first + 2 * AHEAD <= walk.size;
+        bool own = first + AHEAD <= walk.size;
         if (SEQUENCES == INDEXED) {
             indices.read(call, walk.batch, walk.first + first - BEFORE);
             own = own && indices.agree();
@@ -117,13 +112,12 @@ struct Across {
         return own && (SEQUENCES != PACKED || (current.exists && walk.first + first + AHEAD <= current.end));
     }
 
-    // AHEAD positions.
-    template <bool inside> __device__ __forceinline__ void step(int first) {
+    template <bool inside> __device__ __forceinline__ void step(int first, const Place* places) {
 #pragma unroll
-        for (int r = 0; r < AHEAD; ++r, ahead.next(), results.next()) {
+        for (int r = 0; r < AHEAD; ++r, results.next()) {
             int t = first + r;
-            Elements newest = packs[r], y_t;
-            if (inside || t + AHEAD < walk.size) packs[r].read(ahead.at);
+            Elements newest, y_t;
+            memcpy(&newest, places + r * THREADS, sizeof newest);
             if (SEQUENCES == PACKED && !inside && t < walk.size && walk.first + t >= current.end) {
                 current = Current(call, walk.batch, walk.first + t);
                 read_before(call, walk, current, walk.first + t, windows);
@@ -131,7 +125,7 @@ struct Across {
             constexpr bool hide = SEQUENCES == INDEXED && !inside;
 #pragma unroll
             for (int c = 0; c < PACK; ++c) {
-                push(windows[c], widen<Real>(newest.at[c]));
+                push(windows[c], newest.template value<Real>(c));
                 Real seen[WIDTH];
                 if (hide) keep_seen(indices.at + r, windows[c], seen);
                 Real v = activate<SILU, QUICK>(filters[c].apply(hide ? seen : windows[c]));
@@ -145,12 +139,17 @@ struct Across {
 };
 
 __device__ void forward_across(const Call& call, const Tensor<X_T>& y, int run, int walks) {
+    __shared__ Room<AHEAD> room;
     Walk walk(call, run, walks);
     if (!walk.exists) return;
     Across across(call, y, walk);
-    for (int first = 0; first < walk.size; first += AHEAD) {
-        if (across.inside(first)) across.step<true>(first);
-        else across.step<false>(first);
+    for (int step = 0; step < STAGES; ++step) across.fetch(step * AHEAD, room.of(step));
+    across.load();
+    for (int step = 0, first = 0; first < walk.size; ++step, first += AHEAD) {
+        wait_for_copies<STAGES - 1>();
+        if (across.inside(first)) across.step<true>(first, room.of(step));
+        else across.step<false>(first, room.of(step));
+        across.fetch(first + STAGES * AHEAD, room.of(step));
     }
 }
 

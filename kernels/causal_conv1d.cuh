@@ -9,9 +9,9 @@
 //
 // Compiled with: X_T, WEIGHT_T, BIAS_T, STATE_T, REAL, WIDTH; SILU, INITIAL_STATE, FINAL_STATE (0 or 1:
 // what a call has); ACROSS (0 or 1), PACK, LANES, WARPS; RESIDENT, blocks of threads for which a
-// multiprocessor's registers have to suffice; BATCH, tiles that are read at once, and PACKS (ALONG:
-// below); WEIGHTS_AT_ONCE, as many of a lane's weights lie in one aligned place; SEQUENCES (below),
-// INDEX_T.
+// multiprocessor's registers have to suffice; STAGES, a power of 2, steps that are on their way to
+// shared memory at a time, each a tile, or (ACROSS) AHEAD positions; PACKS (ALONG: below);
+// WEIGHTS_AT_ONCE, as many of a lane's weights lie in one aligned place; SEQUENCES (below), INDEX_T.
 
 #include "common.cuh"
 #include "convolution.cuh"
@@ -120,10 +120,24 @@ __device__ __forceinline__ void keep_seen(const Id* indices, const Real* window,
     }
 }
 
-// ---- ALONG: a lane's pack of positions, and what neighbours hand over
+// Places in shared memory for what is on its way: so many packs a lane, of STAGES steps.
+struct alignas(PACK * sizeof(X_T)) Place {
+    unsigned char bytes[PACK * sizeof(X_T)];
+};
+template <int packs> struct Room {
+    Place places[STAGES][packs][THREADS];  // a lane's packs of a step are THREADS places apart
+    __device__ __forceinline__ Place* of(int step) { return &places[unsigned(step) % STAGES][0][threadIdx.x]; }
+};
+
+// ---- ALONG: a lane's pack of positions, with the inputs before it
 
 constexpr int TILE = LANES * PACK;
 constexpr int FAR = 1 << 30;  // a position beyond those of a strip
+// Inputs before a pack are read by parts, of at least 4 bytes.
+constexpr int LEAST = 4 / sizeof(X_T);
+constexpr int ENOUGH = BEFORE <= 1 ? 1 : BEFORE <= 2 ? 2 : BEFORE <= 4 ? 4 : 8;
+constexpr int PART = PACKS == SHIFTED || ENOUGH > PACK ? PACK : ENOUGH > LEAST ? ENOUGH : LEAST;
+constexpr int PARTS = (BEFORE + PART - 1) / PART;
 
 // Positions that exist, counted from one of them: from .. to - 1.
 struct Span {
@@ -139,40 +153,33 @@ struct Strip {
     Index batch, channel, base;
     int segment, tiles;  // as many tiles for each row, so that a warp stays together; none for L = 0
     int from, to, size;  // positions from .. to - 1 exist; the segment has 0 .. size - 1
+    int inner_from, inner_to;  // tiles, see inside
     bool exists;
-    // Of what follows the segment, `beyond` positions exist.
-    __device__ Strip(const Call& call, const Tensor<X_T>& results, int length, int segments, int beyond) {
+    // Results of a position take `after` positions after it, which exist beyond the segment as well.
+    __device__ Strip(const Call& call, const Tensor<X_T>& results, int length, int segments, int after) {
         unsigned warp = blockIdx.x * WARPS + threadIdx.x / WARP;
         Index row = Index(warp / segments) * (WARP / LANES) + threadIdx.x % WARP / LANES;
         exists = row < call.B * call.D;
         row = exists ? row : 0;
         batch = row / call.D, channel = row % call.D;
         segment = warp % segments, base = Index(segment) * length;
-        tiles = call.L == 0 ? 0 : int((min(Index(length), call.L - base + PACK - 1) + TILE - 1) / TILE);
+        int positions = int(min(Index(length), call.L - base));
         if (PACKS != APART)
             base -= Index(reinterpret_cast<size_t>(results.row(batch, channel).data) / sizeof(X_T) % PACK);
         from = int(max(-base, Index(-FAR)));
-        to = exists ? int(min(call.L - base, Index(length + beyond))) : from;
+        to = exists ? int(min(call.L - base, Index(length) + (after + PACK - 1) / PACK * PACK)) : from;
         size = min(length, to);
+        tiles = (positions + TILE - 1) / TILE;
+        tiles += __any_sync(FULL_MASK, size > max(from, tiles * TILE));  // for a pack that begins before its row
+        inner_from = from == 0 && !INITIAL_STATE ? 0 : max(from + PARTS * PART + TILE - 1, 0) / TILE;
+        inner_to = min(size, to - after) / TILE;
     }
     __device__ __forceinline__ Span span(int first) const { return {from - first, to - first}; }
-    // Whether all that the warp has in these tiles exists and is of a segment of its own.
-    __device__ __forceinline__ bool inside(int first_tile, int last_tile) const {
-        bool own = first_tile * TILE >= from && (last_tile + 1) * TILE <= size;
+    // Whether all that the warp has in a tile exists and is of a segment of its own, with what its
+    // results take of positions after it, and all or none of what is read before it.
+    __device__ __forceinline__ bool inside(int tile) const {
+        bool own = tile >= inner_from && tile < inner_to;
         return LANES == WARP ? own : __all_sync(FULL_MASK, own);
-    }
-};
-
-// A strip of a tensor.
-template <class T> struct Line {
-    T* data;  // of position 0 of the strip
-    Index stride;
-    int offset;  // SHIFTED: of position 0 behind an aligned one
-    __device__ Line(const Tensor<T>& tensor, const Strip& strip) {
-        Row<T> row = tensor.row(strip.batch, strip.channel);
-        stride = PACKS == APART ? row.stride : 1;
-        data = row.data + strip.base * stride;
-        offset = PACKS == SHIFTED ? int(reinterpret_cast<size_t>(data) / sizeof(T) % PACK) : 0;
     }
 };
 
@@ -187,37 +194,78 @@ template <class T> __device__ __forceinline__ T element(const unsigned* words, i
     return v;
 }
 
-// A pack of a line as it lies in memory, 0 for what does not exist.
-struct Fetched {
-    static constexpr int n = 1 + (PACKS == SHIFTED);
-    Elements packs[n];
+// A strip of a tensor.
+template <class T> struct Line {
+    T* data;  // of the lane's pack in the first tile
+    Index stride;
+    int offset;  // SHIFTED: of data behind an aligned place
+    __device__ Line(const Tensor<T>& tensor, const Strip& strip, int lane) {
+        Row<T> row = tensor.row(strip.batch, strip.channel);
+        stride = PACKS == APART ? row.stride : 1;
+        data = row.data + (strip.base + lane * PACK) * stride;
+        keep(data);
+        offset = PACKS == SHIFTED ? int(reinterpret_cast<size_t>(data) / sizeof(T) % PACK) : 0;
+    }
+    __device__ __forceinline__ T* at(int tile) const { return data + tile * TILE * stride; }
+};
+
+constexpr int WHOLES = 1 + (PACKS == SHIFTED);  // in which a pack lies
+
+// A lane's pack of a line, and `before` elements before it, tile by tile: so many packs of a room.
+template <int before> struct Reader {
+    static constexpr int parts = (before + PART - 1) / PART, packs = parts + WHOLES;
+    Line<const X_T> line;
 
     template <bool inside>
-    __device__ __forceinline__ void fetch(const Strip& strip, const Line<const X_T>& line, int first) {
+    __device__ __forceinline__ void fetch(const Strip& strip, int tile, int first, Place* places) const {
+        const X_T* at = line.at(tile) - line.offset;
         first -= line.offset;
 #pragma unroll
-        for (int i = 0; i < n; ++i, first += PACK) {
-            const X_T* from = line.data + first * line.stride;
-            Span exist = strip.span(first);
-            if (PACKS != APART && ((inside && PACKS == ALIGNED) || exist.has_all(PACK))) {
-                packs[i].read(from);
-            } else {
-                packs[i] = Elements{};
-                if (exist.has_any(PACK))
+        for (int i = 0; i < parts; ++i) {
+            int k = (i - parts) * PART;
+            fetch<inside, false, PART>(at + k * line.stride, strip.span(first + k), places + i * THREADS);
+        }
 #pragma unroll
-                    for (int k = 0; k < PACK; ++k)
-                        if (exist.has(k)) packs[i].at[k] = from[k * line.stride];
-            }
+        for (int i = 0; i < WHOLES; ++i) {
+            int k = i * PACK;
+            fetch<inside, inside, PACK>(at + k * line.stride, strip.span(first + k), places + (parts + i) * THREADS);
         }
     }
-    __device__ __forceinline__ void widen_into(const Line<const X_T>& line, Real (&u)[PACK]) const {
+    // Some elements, 0 for what does not exist. exists: all of them do; else inside: all or none.
+    template <bool inside, bool exists, int n>
+    __device__ __forceinline__ void fetch(const X_T* from, const Span& exist, void* to) const {
+        constexpr bool sure = PACKS == ALIGNED && exists, whole = PACKS == ALIGNED && inside;
+        bool all = sure || exist.has_all(n);
+        if (PACKS != APART && (whole || all || !exist.has_any(n))) {
+            copy_aside<n * sizeof(X_T)>(to, from, all);
+            return;
+        }
+        Pack<X_T, n> pack{};
+#pragma unroll
+        for (int k = 0; k < n; ++k)
+            if (exist.has(k)) pack.at[k] = from[k * line.stride];
+        memcpy(to, &pack, sizeof pack);
+    }
+    __device__ __forceinline__ void widen_into(const Place* places, Real (&u)[before + PACK]) const {
+        constexpr int skipped = parts * PART - before;
         if constexpr (PACKS != SHIFTED) {
 #pragma unroll
-            for (int k = 0; k < PACK; ++k) u[k] = widen<Real>(packs[0].at[k]);
+            for (int i = 0; i < parts; ++i) {
+                Pack<X_T, PART> part;
+                memcpy(&part, places + i * THREADS, sizeof part);
+#pragma unroll
+                for (int k = 0; k < PART; ++k)
+                    if (i * PART + k >= skipped) u[i * PART + k - skipped] = part.template value<Real>(k);
+            }
+            Elements pack;
+            memcpy(&pack, places + parts * THREADS, sizeof pack);
+#pragma unroll
+            for (int k = 0; k < PACK; ++k) u[before + k] = pack.template value<Real>(k);
         } else {  // by words, then by half a word
-            constexpr int used = n * sizeof(Elements) / 4;
+            constexpr int size = sizeof(Elements) / 4, used = packs * size;
             unsigned words[used + 2] = {};
-            memcpy(words, packs, sizeof packs);
+#pragma unroll
+            for (int i = 0; i < packs; ++i) memcpy(words + i * size, places + i * THREADS, sizeof(Elements));
             int bytes = line.offset * int(sizeof(X_T));
 #pragma unroll
             for (int w = 0; w < used; ++w) words[w] = bytes & 8 ? words[w + 2] : words[w];
@@ -227,63 +275,28 @@ struct Fetched {
 #pragma unroll
                 for (int w = 0; w < used; ++w) words[w] = __funnelshift_r(words[w], words[w + 1], bytes % 4 * 8);
 #pragma unroll
-            for (int k = 0; k < PACK; ++k) u[k] = widen<Real>(element<X_T>(words, k));
+            for (int k = 0; k < before + PACK; ++k) u[k] = widen<Real>(element<X_T>(words, skipped + k));
         }
     }
 };
 
-// A lane has the values of its pack, and gets those of the W - 1 positions before it, or after it,
-// from the lanes there: at an end of a tile from those at the other end of the next tile.
-
-// `tile`: a lane's values in this tile; `left`: those in the tile on the left.
-__device__ __forceinline__ void from_the_left(const Real (&tile)[PACK], const Real (&left)[PACK], int lane,
-                                              Real* before /* [BEFORE], the nearest last */) {
+// Inputs that lie before a row, where it has an initial state; u: of the pack at `first`, and before it.
+__device__ __forceinline__ void read_state(const Strip& strip, const Inputs& inputs, int first,
+                                           Real (&u)[BEFORE + PACK]) {
+    int start = strip.from - first + BEFORE;  // of the row, in u
+    if (!INITIAL_STATE || start <= 0) return;
 #pragma unroll
-    for (int k = 1; k <= BEFORE; ++k) {
-        int lanes = (k + PACK - 1) / PACK, element = lanes * PACK - k;  // so many lanes before
-        Real mine = lane + lanes < LANES ? tile[element] : left[element];
-        before[BEFORE - k] = __shfl_sync(FULL_MASK, mine, (lane - lanes + LANES) % LANES, LANES);
-    }
-}
-
-// `tile`: a lane's values in this tile; `right`: those in the tile on the right.
-__device__ __forceinline__ void from_the_right(const Real (&tile)[PACK], const Real (&right)[PACK], int lane,
-                                               Real* after /* [BEFORE], the nearest first */) {
-#pragma unroll
-    for (int k = 0; k < BEFORE; ++k) {
-        int lanes = 1 + k / PACK;  // so many lanes on
-        Real mine = lane >= lanes ? tile[k % PACK] : right[k % PACK];
-        after[k] = __shfl_sync(FULL_MASK, mine, (lane + lanes) % LANES, LANES);
-    }
-}
-
-// Inputs of a pack that lie before its row, of which there is an initial state.
-__device__ __forceinline__ void read_state(const Strip& strip, const Inputs& inputs, int first, Real (&u)[PACK]) {
-    int before = strip.from - first;
-    if (!INITIAL_STATE || before <= 0) return;
-#pragma unroll
-    for (int k = 0; k < PACK; ++k)
-        if (k < before) u[k] = inputs.before_start(Index(k - before));
-}
-
-// What the tile on the left of a strip would have.
-__device__ __forceinline__ void read_left(const Strip& strip, const Inputs& inputs, int first, Real (&left)[PACK]) {
-#pragma unroll
-    for (int k = 0; k < PACK; ++k) left[k] = 0;
-    if (!strip.exists || (!INITIAL_STATE && strip.from >= 0)) return;
-#pragma unroll
-    for (int k = 0; k < PACK; ++k)
-        if (first + k + BEFORE >= TILE) left[k] = inputs.at(strip.base + first - TILE + k);
+    for (int k = 0; k < BEFORE + PACK; ++k)
+        if (k < start && k >= start - BEFORE) u[k] = inputs.before_start(Index(k - start));
 }
 
 // A pack of results.
 template <bool inside>
-__device__ __forceinline__ void write(const Strip& strip, const Line<X_T>& line, int first, const Real (&v)[PACK]) {
-    X_T* to = line.data + first * line.stride;
+__device__ __forceinline__ void write(const Line<X_T>& line, int tile, const Span& exist, const Real (&v)[PACK]) {
+    X_T* to = line.at(tile);
     Elements pack;
 #pragma unroll
     for (int k = 0; k < PACK; ++k) pack.at[k] = narrow<X_T>(v[k]);
-    Span exist = strip.span(first);
     if (PACKS != APART && (inside || exist.has_all(PACK))) {
         pack.write(to);
     } else if (exist.has_any(PACK)) {
@@ -319,6 +332,10 @@ template <class T> struct Column {
         at = tensor.row(walk.batch, walk.channel).data + position * stride;
     }
     __device__ __forceinline__ void next() { at += stride; }
+    __device__ __forceinline__ void fetch(void* place, bool exists) {
+        copy_aside<sizeof(Elements)>(place, at, exists);
+        next();
+    }
 };
 
 // The sequence that a walk is in.
@@ -344,7 +361,7 @@ __device__ __forceinline__ void read_before(const Call& call, const Walk& walk, 
         Elements pack{};
         if (current.exists && before >= current.start) pack.read(Column<const X_T>(call.x, walk, before).at);
 #pragma unroll
-        for (int c = 0; c < PACK; ++c) windows[c][k] = widen<Real>(pack.at[c]);
+        for (int c = 0; c < PACK; ++c) windows[c][k] = pack.template value<Real>(c);
         if (!INITIAL_STATE || !current.exists || before >= current.start) continue;
         Index column = call.S + before - current.start;
 #pragma unroll

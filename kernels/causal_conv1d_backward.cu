@@ -6,9 +6,9 @@
 //     grad_weight[k] = sum_{b,t} g[t] u[t-W+1+k],   grad_bias = sum_{b,t} g[t]
 // and the same for each sequence of a batch item, if it has several.
 //
-// Work: see causal_conv1d.cuh. ALONG, grad_x of a tile comes after g of the tile on its right. Both
-// ways, g is also computed of W - 1 positions beyond a segment or a run. The states' gradients are
-// shared out among all threads.
+// Work: see causal_conv1d.cuh. ALONG, a group walks from right to left, since grad_x of a tile takes g
+// of the tile on its right. Both ways, g is also computed of W - 1 positions beyond a segment or a
+// run. The states' gradients are shared out among all threads.
 // Sums over b and t are taken in a fixed order: within a lane, a group, a block, then over all of
 // these by causal_conv1d_partials.cu, so that gradients are the same bits every time.
 //
@@ -17,8 +17,6 @@
 #include "causal_conv1d.cuh"
 
 constexpr int SUMS = WIDTH + 1;  // gradients of a channel: weights, then the bias
-// ACROSS, packs are read so many positions ahead of their use, as in causal_conv1d.cu.
-constexpr int AHEAD = WIDTH < 4 ? (4 + WIDTH - 1) / WIDTH * WIDTH : WIDTH < 8 ? WIDTH : 8;
 
 struct Gradients {
     Tensor<const X_T> y;
@@ -68,19 +66,20 @@ __device__ __forceinline__ void add(Real (&totals)[SUMS], Real g, const Real* wi
 
 // ---- ALONG
 
-// g of a pack. plain: all of its positions are the segment's own and see their inputs.
+// g of a pack. plain: all of its positions exist and see their inputs.
 template <bool plain>
-__device__ __forceinline__ void differentiate(const Span& exist, const Weights& filter, bool own,
-                                              const Real (&u)[BEFORE + PACK], const Real (&grad_y)[PACK],
-                                              const Id* indices, Real (&g)[PACK], Real (&totals)[SUMS]) {
+__device__ __forceinline__ void differentiate(const Span& exist, const Weights& filter, const Real (&u)[BEFORE + PACK],
+                                              const Real (&grad_y)[PACK], const Id* indices, Real (&g)[PACK + BEFORE],
+                                              Real (&totals)[SUMS]) {
+    constexpr bool hide = SEQUENCES == INDEXED && !plain;
 #pragma unroll
     for (int k = 0; k < PACK; ++k) {
         Real seen[WIDTH];
-        if (SEQUENCES == INDEXED && !plain) keep_seen(indices + k, u + k, seen);
-        const Real* window = SEQUENCES == INDEXED && !plain ? seen : u + k;
+        if (hide) keep_seen(indices + k, u + k, seen);
+        const Real* window = hide ? seen : u + k;
         g[k] = through_activation(filter, window, grad_y[k]);
-        bool exists = plain || (exist.has(k) && (SEQUENCES != INDEXED || indices[BEFORE + k] >= 0));
-        add(totals, g[k], window, exists && (plain || own));
+        bool exists = plain || (exist.has(k) && (!hide || indices[BEFORE + k] >= 0));
+        add(totals, g[k], window, exists);
         if (!exists) g[k] = 0;
     }
 }
@@ -89,18 +88,18 @@ __device__ __forceinline__ void differentiate(const Span& exist, const Weights& 
 template <bool plain>
 __device__ __forceinline__ void gather(const Span& exist, const Weights& filter, const Real (&g)[PACK + BEFORE],
                                        const Id* indices, Real (&sums)[PACK]) {
+    constexpr bool hide = SEQUENCES == INDEXED && !plain;
 #pragma unroll
     for (int k = 0; k < PACK; ++k) {
         Real sum = 0;
 #pragma unroll
         for (int j = 0; j < WIDTH; ++j) {
             int t = k + BEFORE - j;
-            bool sees = plain || exist.has(t);
-            if (SEQUENCES == INDEXED && !plain) sees = sees && indices[t] == indices[k];
+            bool sees = plain || (t < exist.to && (!hide || indices[t] == indices[k]));
             Real more = sum + filter.weight[j] * g[t];
             sum = sees ? more : sum;
         }
-        sums[k] = SEQUENCES == INDEXED && !plain && indices[k] < 0 ? Real(0) : sum;
+        sums[k] = hide && indices[k] < 0 ? Real(0) : sum;
     }
 }
 
@@ -108,80 +107,93 @@ struct Along {
     const Call& call;
     Strip strip;
     Inputs inputs;
-    Line<const X_T> line, outer;
+    int lane;
+    Reader<BEFORE> reader;
+    Reader<0> outer;
     Line<X_T> results;
     FromState from_state;
-    int lane, first;  // position of the lane's pack
     Weights filter[1];
-    Real left[PACK], g_left[PACK], totals[SUMS];  // left: in the tile on the left
+    Real right[PACK], totals[SUMS];  // right: the lane's g in the tile on the right
 
     __device__ __forceinline__ Along(const Call& call, const Gradients& grad, int length, int segments)
-        : call(call), strip(call, grad.x, length, segments, (BEFORE + PACK - 1) / PACK * PACK),
-          inputs(call.inputs(strip.batch, strip.batch, strip.channel)), line(call.x, strip), outer(grad.y, strip),
-          results(grad.x, strip), from_state(call, grad, strip.batch), lane(threadIdx.x % LANES), first(lane * PACK),
-          g_left{}, totals{} {
-        call.load(strip.channel, filter);
-        read_left(strip, inputs, first, left);
+        : call(call), strip(call, grad.x, length, segments, BEFORE),
+          inputs(call.inputs(strip.batch, strip.batch, strip.channel)), lane(threadIdx.x % LANES),
+          reader{{call.x, strip, lane}}, outer{{grad.y, strip, lane}}, results(grad.x, strip, lane),
+          from_state(call, grad, strip.batch), right{}, totals{} {}
+
+    __device__ __forceinline__ int first(int tile) const { return tile * TILE + lane * PACK; }  // of the lane's pack
+
+    __device__ __forceinline__ void fetch(int tile, Place* places) const {
+        if (strip.inside(tile)) fetch_both<true>(tile, places);
+        else if (tile >= 0) fetch_both<false>(tile, places);
+        end_of_copies();
+    }
+    template <bool inside> __device__ __forceinline__ void fetch_both(int tile, Place* places) const {
+        reader.template fetch<inside>(strip, tile, first(tile), places);
+        outer.template fetch<inside>(strip, tile, first(tile), places + reader.packs * THREADS);
     }
 
-    template <bool inside>
-    __device__ __forceinline__ void fetch(Fetched (&packs)[BATCH], Fetched (&outer_packs)[BATCH]) const {
-#pragma unroll
-        for (int b = 0; b < BATCH; ++b) {
-            packs[b].fetch<inside>(strip, line, first + b * TILE);
-            outer_packs[b].fetch<inside>(strip, outer, first + b * TILE);
-        }
-    }
-
-    // g of a tile, and grad_x of the tile on its left. inside: all of both is the segment's own.
-    template <bool inside> __device__ __forceinline__ void step(const Fetched& pack, const Fetched& outer_pack) {
-        Real x_own[PACK], grad_y[PACK], u[BEFORE + PACK], g_own[PACK] = {}, g[PACK + BEFORE];
-        pack.widen_into(line, x_own);
-        outer_pack.widen_into(outer, grad_y);
-        if (!inside) read_state(strip, inputs, first, x_own);
-        from_the_left(x_own, left, lane, u);
-#pragma unroll
-        for (int k = 0; k < PACK; ++k) left[k] = u[BEFORE + k] = x_own[k];
-        Indices<BEFORE + PACK> indices;
-        if (SEQUENCES == INDEXED) indices.read(call, strip.batch, strip.base + first - BEFORE);
+    // g and grad_x of a tile, after those of the tile on the right. inside: see Strip.
+    template <bool inside> __device__ __forceinline__ void step(int tile, const Place* places) {
+        int first = this->first(tile);
         Span exist = strip.span(first);
-        bool own = inside || first < strip.size, alike = SEQUENCES != INDEXED || indices.agree();
-        if (inside && alike) differentiate<true>(exist, filter[0], own, u, grad_y, indices.at, g_own, totals);
-        else if (exist.has_any(PACK)) differentiate<false>(exist, filter[0], own, u, grad_y, indices.at, g_own, totals);
+        Real u[BEFORE + PACK], grad_y[PACK], g[PACK + BEFORE] = {};
+        reader.widen_into(places, u);
+        outer.widen_into(places + reader.packs * THREADS, grad_y);
+        if (!inside) read_state(strip, inputs, first, u);
+        Indices<BEFORE + PACK + BEFORE> indices;
+        if (SEQUENCES == INDEXED) indices.read(call, strip.batch, strip.base + first - BEFORE);
+        const Id* own_indices = indices.at + BEFORE;
+        bool alike = SEQUENCES != INDEXED || indices.agree();
+        if (inside && alike) differentiate<true>(exist, filter[0], u, grad_y, indices.at, g, totals);
+        else if (exist.has_any(PACK)) differentiate<false>(exist, filter[0], u, grad_y, indices.at, g, totals);
 
-        from_the_right(g_left, g_own, lane, g + PACK);
+        from_the_right(g);
 #pragma unroll
-        for (int k = 0; k < PACK; ++k) g[k] = g_left[k], g_left[k] = g_own[k];
-        int done = first - TILE;  // of the tile on the left all is known
-        first += TILE;
-        if (done < 0 || (!inside && done >= strip.size)) return;
+        for (int k = 0; k < PACK; ++k) right[k] = g[k];
+        if (!inside && first >= strip.size) return;
         Real sums[PACK];
-        exist = strip.span(done);
-        if (SEQUENCES == INDEXED) indices.read(call, strip.batch, strip.base + done), alike = indices.agree();
-        if (inside && alike) gather<true>(exist, filter[0], g, indices.at, sums);
-        else gather<false>(exist, filter[0], g, indices.at, sums);
-        if (from_state.reaches(strip.base + done + PACK - 1, call.L)) {
+        if (inside && alike) gather<true>(exist, filter[0], g, own_indices, sums);
+        else gather<false>(exist, filter[0], g, own_indices, sums);
+        if (from_state.reaches(strip.base + first + PACK - 1, call.L)) {
 #pragma unroll
             for (int k = 0; k < PACK; ++k)
-                sums[k] += from_state.at(strip.base + done + k, call.L, strip.batch, strip.channel);
+                sums[k] += from_state.at(strip.base + first + k, call.L, strip.batch, strip.channel);
         }
-        write<inside>(strip, results, done, sums);
+        write<inside>(results, tile, exist, sums);
+    }
+
+    // Adds to the g of a pack those of the positions after it, from the lanes there: at the end of a
+    // tile from those at the beginning of the tile on the right.
+    __device__ __forceinline__ void from_the_right(Real (&g)[PACK + BEFORE]) const {
+#pragma unroll
+        for (int k = 0; k < BEFORE; ++k) {
+            int lanes = 1 + k / PACK;  // so many lanes on
+            Real mine = lane >= lanes ? g[k % PACK] : right[k % PACK];
+            g[PACK + k] = __shfl_sync(FULL_MASK, mine, lane + lanes, LANES);  // modulo LANES
+        }
     }
 };
 
 __device__ void backward_along(const Call& call, const Gradients& grad, int length, int segments) {
+    __shared__ Room<Reader<BEFORE>::packs + Reader<0>::packs> room;
     Along along(call, grad, length, segments);
     const Strip& strip = along.strip;
-    for (int tile = 0; tile <= strip.tiles && strip.tiles > 0; tile += BATCH) {
-        Fetched packs[BATCH], outer_packs[BATCH];
-        bool all = strip.inside(max(tile - 1, 0), tile + BATCH - 1);
-        if (all) along.fetch<true>(packs, outer_packs);
-        else along.fetch<false>(packs, outer_packs);
+    // With the first tile of the next segment, of which g is wanted alone.
+    int last = strip.base + length < call.L ? strip.tiles : strip.tiles - 1;
+    for (int tile = last; tile > last - STAGES; --tile) along.fetch(tile, room.of(tile));
+    call.load(strip.channel, along.filter);
+    for (int tile = last; tile >= 0; --tile) {
+        wait_for_copies<STAGES - 1>();
+        if (strip.inside(tile)) {
+            along.step<true>(tile, room.of(tile));
+        } else {
+            along.step<false>(tile, room.of(tile));
+            if (tile == strip.tiles)
 #pragma unroll
-        for (int b = 0; b < BATCH; ++b) {
-            if (all || strip.inside(max(tile + b - 1, 0), tile + b)) along.step<true>(packs[b], outer_packs[b]);
-            else if (tile + b <= strip.tiles) along.step<false>(packs[b], outer_packs[b]);
+                for (int k = 0; k < SUMS; ++k) along.totals[k] = 0;
         }
+        along.fetch(tile - STAGES, room.of(tile));
     }
     Real* partials = grad.partials + ((strip.batch * segments + strip.segment) * call.D + strip.channel) * SUMS;
 #pragma unroll
@@ -205,31 +217,39 @@ struct Across {
     Current current;
     Column<const X_T> ahead, outer_ahead;
     Column<X_T> results;
-    Elements packs[AHEAD], outer_packs[AHEAD];
     Weights filters[PACK];
-    Real windows[PACK][WIDTH], g[PACK][WIDTH], totals[PACK][SUMS];
+    Real windows[PACK][WIDTH], g[PACK][WIDTH];
+    Real (&totals)[PACK][SUMS];
     Indices<BEFORE + AHEAD> indices;  // of the positions of a step and of those before; PACKED: their sequences
 
-    __device__ __forceinline__ Across(const Call& call, const Gradients& grad, const Walk& walk)
+    __device__ __forceinline__ Across(const Call& call, const Gradients& grad, const Walk& walk,
+                                      Real (&totals)[PACK][SUMS])
         : call(call), grad(grad), walk(walk), exist(int(min(call.L - walk.first, Index(FAR)))),
           from_state(call, grad, walk.batch), current(call, walk.batch, walk.first),
           ahead(call.x, walk, walk.first), outer_ahead(grad.y, walk, walk.first),
-          results(grad.x, walk, walk.first - BEFORE), g{}, totals{}, indices{} {
-#pragma unroll
-        for (int r = 0; r < AHEAD; ++r) fetch<false>(r, r);
+          results(grad.x, walk, walk.first - BEFORE), g{}, totals(totals), indices{} {}
+
+    __device__ __forceinline__ void load() {
         call.load(walk.channel, filters);
         read_before(call, walk, current, walk.first, windows);
     }
 
-    template <bool exists> __device__ __forceinline__ void fetch(int r, int t) {
-        if (exists || t < min(walk.size + BEFORE, exist)) packs[r].read(ahead.at), outer_packs[r].read(outer_ahead.at);
-        ahead.next(), outer_ahead.next();
+    // The inputs of a step, and the gradients of its results.
+    __device__ __forceinline__ void fetch(int first, Place* places) {
+        int end = min(walk.size + BEFORE, exist);
+        bool all = first + AHEAD <= end;
+#pragma unroll
+        for (int r = 0; r < AHEAD; ++r) {
+            ahead.fetch(places + 2 * r * THREADS, all || first + r < end);
+            outer_ahead.fetch(places + (2 * r + 1) * THREADS, all || first + r < end);
+        }
+        end_of_copies();
     }
 
-    // Whether the positions of a step are the run's own, with all that they see and as many after
-    // them, and those that they see of their sequence.
+    // Whether the positions of a step are the run's own, with all that they see, and those that they
+    // see of their sequence.
     __device__ __forceinline__ bool inside(int first) {
-        bool own = first >= BEFORE && first + 2 * AHEAD <= walk.size;
+        bool own = first >= BEFORE && first + AHEAD <= walk.size;
         if (SEQUENCES == INDEXED) {
             indices.read(call, walk.batch, walk.first + first - BEFORE);
             own = own && indices.agree();
@@ -239,14 +259,14 @@ struct Across {
         return own && (SEQUENCES != PACKED || one);
     }
 
-    // AHEAD positions.
-    template <bool inside> __device__ __forceinline__ void step(int first) {
+    template <bool inside> __device__ __forceinline__ void step(int first, const Place* places) {
         constexpr bool mixed = SEQUENCES != WHOLE && !inside;
 #pragma unroll
         for (int r = 0; r < AHEAD; ++r, results.next()) {
             int t = first + r;
-            Elements newest = packs[r], outer = outer_packs[r], sums;
-            fetch<inside>(r, t + AHEAD);
+            Elements newest, outer, sums;
+            memcpy(&newest, places + 2 * r * THREADS, sizeof newest);
+            memcpy(&outer, places + (2 * r + 1) * THREADS, sizeof outer);
             bool exists = inside || t < exist;
             if (SEQUENCES == PACKED && !inside) indices.at[BEFORE + r] = enter(t, exists);
             const Id* seen_from = indices.at + r;  // of position t - BEFORE, of which is grad_x
@@ -260,11 +280,11 @@ struct Across {
             kept = kept && from_state.reaches(walk.first + t - BEFORE, end);
 #pragma unroll
             for (int c = 0; c < PACK; ++c) {
-                push(windows[c], widen<Real>(newest.at[c]));
+                push(windows[c], newest.template value<Real>(c));
                 Real seen[WIDTH];
                 if (SEQUENCES == INDEXED && mixed) keep_seen(seen_from, windows[c], seen);
                 const Real* window = SEQUENCES == INDEXED && mixed ? seen : windows[c];
-                Real g_t = through_activation(filters[c], window, widen<Real>(outer.at[c]));
+                Real g_t = through_activation(filters[c], window, outer.template value<Real>(c));
                 push(g[c], exists ? g_t : Real(0));
                 add(totals[c], g_t, window, exists && (inside || t < walk.size));
                 Real sum = 0;
@@ -298,29 +318,37 @@ struct Across {
 };
 
 __device__ void backward_across(const Call& call, const Gradients& grad, int run, int walks) {
-    __shared__ Real totals[GROUPS][SUMS][TILE];  // of the block's walks
+    __shared__ union {
+        Room<2 * AHEAD> room;
+        Real totals[GROUPS][SUMS][TILE];  // of the block's walks
+    } shared;
+    Room<2 * AHEAD>& room = shared.room;
     Walk walk(call, run, walks);
     int group = threadIdx.x / LANES, lane = threadIdx.x % LANES;
+    Real totals[PACK][SUMS] = {};
     if (walk.exists) {
-        Across across(call, grad, walk);
-        for (int first = 0; first < walk.size + BEFORE; first += AHEAD) {
-            if (across.inside(first)) across.step<true>(first);
-            else across.step<false>(first);
+        Across across(call, grad, walk, totals);
+        for (int step = 0; step < STAGES; ++step) across.fetch(step * AHEAD, room.of(step));
+        across.load();
+        for (int step = 0, first = 0; first < walk.size + BEFORE; ++step, first += AHEAD) {
+            wait_for_copies<STAGES - 1>();
+            if (across.inside(first)) across.step<true>(first, room.of(step));
+            else across.step<false>(first, room.of(step));
+            across.fetch(first + STAGES * AHEAD, room.of(step));
         }
-#pragma unroll
-        for (int k = 0; k < SUMS; ++k)
-#pragma unroll
-            for (int c = 0; c < PACK; ++c) totals[group][k][lane * PACK + c] = across.totals[c][k];
-    } else {
-        for (int k = 0; k < SUMS; ++k)
-            for (int c = 0; c < PACK; ++c) totals[group][k][lane * PACK + c] = 0;
     }
+    wait_for_copies<0>();
+    __syncthreads();  // the room is empty
+#pragma unroll
+    for (int k = 0; k < SUMS; ++k)
+#pragma unroll
+        for (int c = 0; c < PACK; ++c) shared.totals[group][k][lane * PACK + c] = totals[c][k];
     __syncthreads();
     Index part = blockIdx.x / ((call.D + TILE - 1) / TILE), first_channel = walk.channel - lane * PACK;
     for (int i = threadIdx.x; i < TILE * SUMS; i += THREADS) {
         int k = i % SUMS, c = i / SUMS;
         Real sum = 0;
-        for (int other = 0; other < GROUPS; ++other) sum += totals[other][k][c];
+        for (int other = 0; other < GROUPS; ++other) sum += shared.totals[other][k][c];
         if (first_channel + c < call.D) grad.partials[(part * call.D + first_channel + c) * SUMS + k] = sum;
     }
 }

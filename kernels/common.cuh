@@ -44,3 +44,10 @@ __device__ __forceinline__ void prefetch(const void* address) {
     asm volatile("prefetch.global.L1 [%0];" ::"l"(address));
 #endif
 }
+
+// Keeps an address in registers, where the compiler might compute it again at each use.
+template <class T> __device__ __forceinline__ void keep(T*& address) {
+#ifdef __CUDA_ARCH__
+    asm volatile("" : "+l"(address));
+#endif
+}

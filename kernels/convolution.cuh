@@ -26,10 +26,21 @@ template <> struct Bits<8> { typedef uint2 Type; };
 template <> struct Bits<4> { typedef unsigned Type; };
 template <> struct Bits<2> { typedef unsigned short Type; };
 
+template <class T> constexpr bool IS_BFLOAT16 = false;
+template <> constexpr bool IS_BFLOAT16<__nv_bfloat16> = true;
+
 // Elements that lie next to each other, aligned as a whole.
 template <class T, int n> struct Pack {
     T at[n];
     typedef typename Bits<n * sizeof(T)>::Type Whole;
+    template <class Real> __device__ __forceinline__ Real value(int k) const {
+        if constexpr (IS_BFLOAT16<T> && n % 2 == 0) {  // by one instruction
+            unsigned two;
+            memcpy(&two, at + k / 2 * 2, sizeof two);
+            return Real(__uint_as_float(k % 2 ? two & 0xffff0000u : two << 16));
+        }
+        return widen<Real>(at[k]);
+    }
     __device__ __forceinline__ void read(const T* from) {
         Whole bits = __ldg(reinterpret_cast<const Whole*>(from));
         memcpy(this, &bits, sizeof bits);
@@ -45,9 +56,48 @@ template <class T, int n> struct Pack {
     }
 };
 
+// Copies from global to shared memory, on the side if there are 4, 8 or 16 bytes; zeros where they do
+// not exist. A thread can read what it has copied after `wait_for_copies`.
+template <int bytes> __device__ __forceinline__ void copy_aside(void* to, const void* from, bool exists) {
+#if __CUDA_ARCH__ >= 800
+    if constexpr (bytes >= 4) {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(unsigned(__cvta_generic_to_shared(to))),
+                     "l"(from), "n"(bytes), "r"(exists ? bytes : 0)
+                     : "memory");
+        return;
+    }
+#endif
+    typename Bits<bytes>::Type bits{};
+    if (exists) bits = __ldg(static_cast<const typename Bits<bytes>::Type*>(from));
+    memcpy(to, &bits, bytes);
+}
+
+// Ends a group of copies.
+__device__ __forceinline__ void end_of_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits for all groups of copies but the last `n`.
+template <int n> __device__ __forceinline__ void wait_for_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(n) : "memory");
+#endif
+}
+
+__device__ __forceinline__ float reciprocal(float v) {
+#ifdef __CUDA_ARCH__
+    asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(v));  // __fdividef adds a zero
+    return v;
+#else
+    return 1 / v;
+#endif
+}
+
 // For results that are rounded to 16 bits a quick exponential is good enough.
 template <bool quick> __device__ __forceinline__ float sigmoid(float v) {
-    return __fdividef(1.0f, 1.0f + (quick ? __expf(-v) : exp(-v)));
+    return reciprocal(1.0f + (quick ? __expf(-v) : exp(-v)));
 }
 template <bool quick> __device__ __forceinline__ double sigmoid(double v) { return 1 / (1 + exp(-v)); }
 

@@ -29,7 +29,6 @@ from cuseq.runtime.kernels import C_TYPES
 FORWARD, BACKWARD = "causal_conv1d.cu", "causal_conv1d_backward.cu"
 SOURCES, PARTIALS = "causal_conv1d_sources.cu", "causal_conv1d_partials.cu"
 SLICES = 8  # of partial sums, in PARTIALS
-MACROS_OF_PARTIALS = "WEIGHT_T", "BIAS_T", "REAL", "WIDTH"
 
 
 class Gradients(NamedTuple):
@@ -148,8 +147,7 @@ def backward(call, grad_y, grad_final_state):
             args += (grad_bias.pointer if grad_bias else 0,)
             blocks = -(-D * (W + 1) // WARP)
             name = "causal_conv1d_partials"
-            macros = tuple(macro for macro in how.macros if macro[0] in MACROS_OF_PARTIALS)
-            launch(PARTIALS, name, macros, blocks, WARP * SLICES, args)
+            launch(PARTIALS, name, how.of_partials, blocks, WARP * SLICES, args)
     return gradients
 
 
