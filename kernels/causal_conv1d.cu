@@ -55,7 +55,7 @@ struct Along {
         reader.widen_into(places, u);
         if (!inside) read_state(strip, inputs, first, u);
         Indices<BEFORE + PACK> indices;
-        if (SEQUENCES == INDEXED) indices.read(call, strip.batch, strip.base + first - BEFORE);
+        if (SEQUENCES == INDEXED) indices.template read<inside>(call, strip.batch, strip.base + first - BEFORE);
         if (SEQUENCES == INDEXED && !indices.agree()) convolve<true>(filter[0], u, indices.at, v);
         else convolve<false>(filter[0], u, indices.at, v);
         write<inside>(results, tile, strip.span(first), v);
@@ -106,7 +106,10 @@ struct Across {
     __device__ __forceinline__ bool inside(int first) {
         bool own = first + AHEAD <= walk.size;
         if (SEQUENCES == INDEXED) {
-            indices.read(call, walk.batch, walk.first + first - BEFORE);
+            Index position = walk.first + first - BEFORE;
+            own = own && position >= 0;
+            if (own) indices.template read<true>(call, walk.batch, position);
+            else indices.template read<false>(call, walk.batch, position);
             own = own && indices.agree();
         }
         return own && (SEQUENCES != PACKED || (current.exists && walk.first + first + AHEAD <= current.end));

@@ -98,9 +98,11 @@ struct Call {  // what both directions read
 // INDEXED: the indices of `count` neighbouring positions.
 template <int count> struct Indices {
     Id at[count];
-    __device__ __forceinline__ void read(const Call& call, Index batch, Index first) {
+    // exist: all of them do.
+    template <bool exist> __device__ __forceinline__ void read(const Call& call, Index batch, Index first) {
+        const Id* from = call.index + batch * call.index_b + first * call.index_l;
 #pragma unroll
-        for (int k = 0; k < count; ++k) at[k] = call.index_of(batch, first + k);
+        for (int k = 0; k < count; ++k) at[k] = exist ? from[k * call.index_l] : call.index_of(batch, first + k);
     }
     // Whether all of these positions see each other.
     __device__ __forceinline__ bool agree() const {
@@ -171,12 +173,14 @@ struct Strip {
         size = min(length, to);
         tiles = (positions + TILE - 1) / TILE;
         tiles += __any_sync(FULL_MASK, size > max(from, tiles * TILE));  // for a pack that begins before its row
-        inner_from = from == 0 && !INITIAL_STATE ? 0 : max(from + PARTS * PART + TILE - 1, 0) / TILE;
+        bool from_start = from == 0 && !INITIAL_STATE && SEQUENCES != INDEXED;
+        inner_from = from_start ? 0 : max(from + PARTS * PART + TILE - 1, 0) / TILE;
         inner_to = min(size, to - after) / TILE;
     }
     __device__ __forceinline__ Span span(int first) const { return {from - first, to - first}; }
     // Whether all that the warp has in a tile exists and is of a segment of its own, with what its
-    // results take of positions after it, and all or none of what is read before it.
+    // results take of positions after it, and all of what is read before it; or, without a state and
+    // indices, nothing of that.
     __device__ __forceinline__ bool inside(int tile) const {
         bool own = tile >= inner_from && tile < inner_to;
         return LANES == WARP ? own : __all_sync(FULL_MASK, own);
@@ -237,7 +241,7 @@ template <int before> struct Reader {
         constexpr bool sure = PACKS == ALIGNED && exists, whole = PACKS == ALIGNED && inside;
         bool all = sure || exist.has_all(n);
         if (PACKS != APART && (whole || all || !exist.has_any(n))) {
-            copy_aside<n * sizeof(X_T)>(to, from, all);
+            copy_aside<n * sizeof(X_T), before == 0>(to, from, all);
             return;
         }
         Pack<X_T, n> pack{};
@@ -333,7 +337,7 @@ template <class T> struct Column {
     }
     __device__ __forceinline__ void next() { at += stride; }
     __device__ __forceinline__ void fetch(void* place, bool exists) {
-        copy_aside<sizeof(Elements)>(place, at, exists);
+        copy_aside<sizeof(Elements), true>(place, at, exists);
         next();
     }
 };

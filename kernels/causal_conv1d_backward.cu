@@ -142,10 +142,10 @@ struct Along {
         outer.widen_into(places + reader.packs * THREADS, grad_y);
         if (!inside) read_state(strip, inputs, first, u);
         Indices<BEFORE + PACK + BEFORE> indices;
-        if (SEQUENCES == INDEXED) indices.read(call, strip.batch, strip.base + first - BEFORE);
         const Id* own_indices = indices.at + BEFORE;
-        bool alike = SEQUENCES != INDEXED || indices.agree();
-        if (inside && alike) differentiate<true>(exist, filter[0], u, grad_y, indices.at, g, totals);
+        if (SEQUENCES == INDEXED) indices.template read<inside>(call, strip.batch, strip.base + first - BEFORE);
+        bool plain = inside && (SEQUENCES != INDEXED || indices.agree());
+        if (plain) differentiate<true>(exist, filter[0], u, grad_y, indices.at, g, totals);
         else if (exist.has_any(PACK)) differentiate<false>(exist, filter[0], u, grad_y, indices.at, g, totals);
 
         from_the_right(g);
@@ -153,7 +153,7 @@ struct Along {
         for (int k = 0; k < PACK; ++k) right[k] = g[k];
         if (!inside && first >= strip.size) return;
         Real sums[PACK];
-        if (inside && alike) gather<true>(exist, filter[0], g, own_indices, sums);
+        if (plain) gather<true>(exist, filter[0], g, own_indices, sums);
         else gather<false>(exist, filter[0], g, own_indices, sums);
         if (from_state.reaches(strip.base + first + PACK - 1, call.L)) {
 #pragma unroll
@@ -251,7 +251,9 @@ struct Across {
     __device__ __forceinline__ bool inside(int first) {
         bool own = first >= BEFORE && first + AHEAD <= walk.size;
         if (SEQUENCES == INDEXED) {
-            indices.read(call, walk.batch, walk.first + first - BEFORE);
+            Index seen = walk.first + first - BEFORE;
+            if (own) indices.template read<true>(call, walk.batch, seen);
+            else indices.template read<false>(call, walk.batch, seen);
             own = own && indices.agree();
         }
         Index position = walk.first + first;
@@ -373,7 +375,7 @@ __device__ void into_initial_states(const Call& call, const Gradients& grad) {
 #pragma unroll
         for (int j = 1; j < WIDTH; ++j) window[j] = inputs.at(inputs.start - WIDTH + j);
         Indices<WIDTH> indices;
-        if (SEQUENCES == INDEXED && call.L > 0) indices.read(call, batch, -WIDTH);
+        if (SEQUENCES == INDEXED && call.L > 0) indices.template read<false>(call, batch, -WIDTH);
         bool padding = SEQUENCES == INDEXED && call.L > 0 && indices.at[0] < 0;
 #pragma unroll
         for (int i = 0; i < BEFORE; ++i) {

@@ -57,13 +57,17 @@ template <class T, int n> struct Pack {
 };
 
 // Copies from global to shared memory, on the side if there are 4, 8 or 16 bytes; zeros where they do
-// not exist. A thread can read what it has copied after `wait_for_copies`.
-template <int bytes> __device__ __forceinline__ void copy_aside(void* to, const void* from, bool exists) {
+// not exist. A thread can read what it has copied after `wait_for_copies`. once: nobody else reads it.
+template <int bytes, bool once> __device__ __forceinline__ void copy_aside(void* to, const void* from, bool exists) {
 #if __CUDA_ARCH__ >= 800
     if constexpr (bytes >= 4) {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(unsigned(__cvta_generic_to_shared(to))),
-                     "l"(from), "n"(bytes), "r"(exists ? bytes : 0)
-                     : "memory");
+        unsigned place = unsigned(__cvta_generic_to_shared(to));
+        int size = exists ? bytes : 0;
+        if constexpr (bytes == 16 && once)  // past the L1 cache
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(place), "l"(from), "r"(size) : "memory");
+        else
+            asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(place), "l"(from), "n"(bytes), "r"(size)
+                         : "memory");
         return;
     }
 #endif

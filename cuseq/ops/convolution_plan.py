@@ -14,9 +14,10 @@ MOST_CHANNELS = 4  # of a lane, ACROSS
 NUMBERS_FORWARD, NUMBERS_BACKWARD = 32, 16  # of 4 bytes: weights of all channels of a lane, ACROSS
 WARPS_FORWARD, WARPS_BACKWARD = 256, 128  # a multiprocessor, ALONG, if there is work for so many
 TILES = 4  # of a segment, at least, ALONG
-# Positions that a lane walks over, ACROSS: few, so that what the device reads at a time lies close
-# in memory; more where computing takes longer, since each walk has something to do first.
-SHORT_RUN, LONG_RUN, RUN_BACKWARD = 16, 32, 128  # forward, LONG_RUN for elements of 2 bytes
+# Positions that a lane walks over, ACROSS, by backward: few, so that what the device reads at a
+# time lies close in memory; of elements of 2 bytes and with many weights more, since each walk has
+# something to do first, and computing takes longer than reading.
+SHORT_RUN, RUN, LONG_RUN = (16, 128), (32, 128), (256, 512)
 STAGES = 8  # steps on their way to shared memory at a time, at most
 # Bytes of shared memory for them, of a block, if there are more than one: by across and backward.
 ROOM = {(False, False): 8192, (False, True): 24576, (True, False): 32768, (True, True): 32768}
@@ -175,10 +176,10 @@ def _share_across(problem, limits, resident, backward):
     lanes = _power_of_2_above(min(WARP, -(-D // pack)))
     columns, groups = B * -(-D // (pack * lanes)), THREADS // lanes
     blocks = max(limits.multiprocessors * resident, 1)  # at a time
-    run = RUN_BACKWARD if backward else LONG_RUN if size == 2 else SHORT_RUN
+    run = (LONG_RUN if W > 4 else RUN if size == 2 else SHORT_RUN)[backward]
     waves = -(-L * columns // (run * groups * blocks))
     parts = max(waves * blocks // max(columns, 1), 1)
-    length = max(-(-L // (parts * groups * 4)) * 4, SHORT_RUN)
+    length = max(-(-L // (parts * groups * 4)) * 4, SHORT_RUN[False])
     parts = max(-(-L // (length * groups)), 1)
     ahead = _positions_of_a_step(W, backward)
     step = THREADS * pack * size * ahead * (1 + backward)
