@@ -26,7 +26,7 @@ from cuseq.ops import (
     soft_dtw_engine,
     soft_dtw_plan,
 )
-from cuseq.ops.convolution_plan import ALIGNED, APART, INDEXED, PACKED, SHIFTED, WHOLE
+from cuseq.ops.convolution_plan import ALIGNED, APART, FLUSH, INDEXED, PACKED, SHIFTED, WHOLE
 from cuseq.runtime import kernels
 from cuseq.runtime.checks import FLOATING
 from tests import frameworks
@@ -251,7 +251,8 @@ WIDTHS = [1, 2, 3, 4, 5, 8, 16, 32]
 LIMITS = kernels.DeviceLimits(multiprocessors=132, shared=227 * 1024)
 # Whether channels lie closer than positions, how packs lie or how much of one can be read at once,
 # and how much of a pack of weights can
-ALONG, SHIFTS, STRIDED = (False, ALIGNED, 1), (False, SHIFTED, 0.5), (False, APART, 0)
+ALONG, FLUSHED = (False, ALIGNED, 1), (False, FLUSH, 1)
+SHIFTS, STRIDED = (False, SHIFTED, 0.5), (False, APART, 0)
 ACROSS, HALF, ODD = (True, 1, 1), (True, 0.5, 0.5), (True, 0, 0)
 KINDS = (INDEXED, "int32"), (INDEXED, "int64"), (PACKED, "int32"), (PACKED, "int64")
 # SILU, INITIAL_STATE and FINAL_STATE: all of them, then what has each pair of values of any two
@@ -299,7 +300,7 @@ def conv_variants(
     widths,
     orders,
     kinds=((WHOLE, "int32"),),
-    sizes=((64, 5000),),
+    sizes=((5000, 5000),),
     options=(EVERYTHING,),
 ):
     """`orders`, `kinds` and `options` are some of those above, `sizes` D and L."""
@@ -316,10 +317,9 @@ def conv_variants(
             *(2, D, L, W, dtypes, sequences, index, *option, across, packs, weights, 0)
         )
         for file, backward in zip(CONVOLUTION, (False, True), strict=True):
-            macros = convolution_plan.plan(problem, LIMITS, backward).macros
-            yield file, macros
-        names = convolution_engine.MACROS_OF_PARTIALS
-        yield PARTIALS, tuple(macro for macro in macros if macro[0] in names)
+            plan = convolution_plan.plan(problem, LIMITS, backward)
+            yield file, plan.macros
+        yield PARTIALS, plan.of_partials
         if sequences == INDEXED:
             yield SOURCES, (("INDEX_T", kernels.C_TYPES[index]),)
 
@@ -396,67 +396,75 @@ NO_STATES = {"INITIAL_STATE": 0, "FINAL_STATE": 0}
 SPILLS = [  # function, macros; the first that fits counts
     (
         "causal_conv1d_backward",
+        {"REAL": "double", "WIDTH": 32, "ACROSS": 0},
+        Spill(512, "weights, inputs, g and sums are 4 x 33 doubles, over 255 registers"),
+    ),
+    (
+        "causal_conv1d_backward",
         {"REAL": "double", "WIDTH": 32},
-        Spill(4096, "weights, window, g and their sums are 4 x 32 doubles, over 255 registers"),
+        Spill(2048, "weights, window, g and sums are 4 x 32 doubles, over 255 registers"),
     ),
     (
         "causal_conv1d_backward",
-        {"REAL": "double", "WIDTH": 16},
-        Spill(512, "weights, window, g and their sums are 4 x 16 doubles, beside the indices"),
+        {"REAL": "double", "WIDTH": 16, "ACROSS": 1},
+        Spill(80, "weights, window, g and sums are 4 x 16 doubles, beside 31 sequences"),
     ),
-    (
-        "causal_conv1d_backward",
-        {"WIDTH": 32},
-        Spill(1024, "weights, window, g and their sums are 4 x 32 floats, beside the indices"),
-    ),
-    (
-        "causal_conv1d_backward",
-        {"WIDTH": 4, **NO_STATES},
-        Spill(96, "as many registers as let several blocks hide the memory's latency"),
-    ),
+    ("causal_conv1d_backward", NO_STATES, A_FEW),
     (
         "causal_conv1d_backward",
         {"WIDTH": 4, "ACROSS": 0, "PACK": 8},
-        Spill(512, "as without states, of which there are addresses besides"),
+        Spill(96, "x, grad_y and g are 38 floats, beside addresses of states, in 72 registers"),
     ),
-    *(
-        (
-            "causal_conv1d_backward",
-            {"WIDTH": W},
-            Spill(256, "as without states, of which there are addresses besides"),
-        )
-        for W in (2, 3, 4)
+    (
+        "causal_conv1d_backward",
+        {"WIDTH": 4, "ACROSS": 1, "RESIDENT": 4},
+        Spill(112, "weights, windows, g and sums are 4 x 18 floats, beside addresses of states"),
     ),
     (
         "causal_conv1d_forward",
-        {"REAL": "double", "WIDTH": 32},
-        Spill(2048, "weights and windows are 2 x 32 doubles, in 128 registers for more blocks"),
+        {"REAL": "double", "WIDTH": 32, "ACROSS": 0},
+        Spill(768, "weights and inputs are 66 doubles, in 80 registers for six blocks"),
     ),
     (
         "causal_conv1d_forward",
-        {"WIDTH": 32},
-        Spill(1024, "weights and windows are 64 doubles or 128 floats, beside the indices"),
+        {"REAL": "double", "WIDTH": 16, "ACROSS": 0},
+        Spill(448, "weights and inputs are 34 doubles, in 80 registers for six blocks"),
     ),
     (
         "causal_conv1d_forward",
-        {"WIDTH": 16},
-        Spill(256, "weights and windows are 64 doubles or 128 floats, beside the indices"),
+        {"REAL": "double", "WIDTH": 16},
+        Spill(160, "weights and windows are 33 doubles, beside a sequence's place and state"),
     ),
     (
         "causal_conv1d_forward",
-        {"REAL": "double", "ACROSS": 1},
-        Spill(512, "weights and windows are 32 doubles, in 128 registers for more blocks"),
+        {"WIDTH": 32, "ACROSS": 0},
+        Spill(112, "weights and inputs are 68 floats, in 80 registers for six blocks"),
+    ),
+    (
+        "causal_conv1d_forward",
+        {"WIDTH": 16, "ACROSS": 0},
+        Spill(64, "weights, inputs and indices are 55 numbers, in 80 registers for six blocks"),
     ),
     ("causal_conv1d_forward", NO_STATES, A_FEW),
     (
         "causal_conv1d_forward",
-        {"ACROSS": 0, "PACK": 8},
-        Spill(384, "as without states, of which there are addresses besides"),
+        {"ACROSS": 0, "PACK": 8, "SEQUENCES": INDEXED},
+        Spill(128, "weights, inputs, indices and results are 35 numbers, in 48 registers"),
     ),
     (
         "causal_conv1d_forward",
-        {"PACK": 4},
-        Spill(128, "as without states, of which there are addresses besides"),
+        {"ACROSS": 0, "PACK": 8},
+        Spill(32, "weights, inputs and results are 24 floats, in 40 registers for eleven blocks"),
+    ),
+    (
+        "causal_conv1d_forward",
+        {"ACROSS": 0, "PACK": 4, "SEQUENCES": INDEXED},
+        Spill(48, "weights, inputs, indices and results are 23 numbers, in 48 registers"),
+    ),
+    (
+        "causal_conv1d_forward",
+        {"ACROSS": 1, "PACK": 4, "SEQUENCES": PACKED},
+        Spill(48, "weights and windows are 36 floats, beside a sequence's place and state"),
     ),
     (
         "soft_dtw_forward",
@@ -541,7 +549,8 @@ TOGETHER = dict.fromkeys(
     [
         ("ACROSS", "PACK", "PACKS", "SEQUENCES", "RESIDENT"),
         ("ACROSS", "LANES"),
-        ("ACROSS", "BATCH"),
+        ("ACROSS", "STAGES"),
+        ("ACROSS", "AHEAD"),
         ("ACROSS", "WEIGHTS_AT_ONCE"),
         ("ACROSS", "SEQUENCES", "SILU", "INITIAL_STATE"),
         ("ACROSS", "SEQUENCES", "SILU", "FINAL_STATE"),
@@ -570,12 +579,14 @@ def test_the_spread_has_every_shape_that_plans_have():
     for B in (1, 7, 150, 500, 20_000):
         for N in (1, 40, 70, 200, 500, 100_000):
             found += soft_dtw_variants([(B, N, D) for D in (1, 2, 3, 4, 5, 16, 17, 500)])
-    orders = ALONG, SHIFTS, STRIDED, ACROSS, HALF, ODD
+    orders = ALONG, FLUSHED, SHIFTS, STRIDED, ACROSS, HALF, ODD
     channels, lengths = (1, 2, 3, 7, 15, 30, 31, 32, 33, 64, 5000), (1, 31, 32, 100_000)
     kinds, sizes = [(WHOLE, "int32"), *KINDS], list(product(channels, lengths))
     options = list(product((False, True), repeat=3))
     found += conv_variants(FLOAT32, [4], orders, kinds, sizes)
     found += conv_variants(FLOAT32, [4], [ALONG, ACROSS], kinds, options=options)
+    found += conv_variants(FLOAT32, WIDTHS, [ALONG, ACROSS])
+    found += conv_variants(("float16",) * 4, [4], [ALONG, FLUSHED, ACROSS], sizes=sizes)
     for dtype, silu, S in product(FLOATING[1:3], (False, True), (4, 8, 9)):
         packs = 1, 2, 4, 16 // convolution_plan.SIZES[dtype]
         found += update_variants((dtype,) * 4, [4], packs=packs, silu=silu, columns=S)

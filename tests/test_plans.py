@@ -14,7 +14,7 @@ from cuseq.ops import (
     soft_dtw,
 )
 from cuseq.ops.convolution import as_bdl
-from cuseq.ops.convolution_plan import ALIGNED, APART, INDEXED, PACKED, SHIFTED, WHOLE
+from cuseq.ops.convolution_plan import ALIGNED, APART, FLUSH, INDEXED, PACKED, SHIFTED, WHOLE
 from cuseq.ops.soft_dtw_plan import (
     ALIGNMENT,
     ENTROPY,
@@ -275,10 +275,9 @@ def conv_plan(*sizes, backward=False, limits=H200, **options):
     return how, dict(how.macros)
 
 
-def tiles_of(how, macros, L):
-    """Of how many positions a tile is, and how many tiles a row has wherever its packs start."""
-    tile = macros["LANES"] * macros["PACK"]
-    return tile, -(-(L + macros["PACK"] - 1) // tile)
+def reach_of(macros, L, packs=ALIGNED):
+    """How many positions packs of a row may take up: the first one may begin before it."""
+    return L if packs == FLUSH else L + macros["PACK"] - 1
 
 
 def test_macros_of_a_convolution():
@@ -289,13 +288,14 @@ def test_macros_of_a_convolution():
 
     def changed(**options):
         macros = conv_plan(2, 40, 1000, **options)[1]
-        rest = {"RESIDENT", "BATCH"} | ({"PACKS"} if options.get("across") else set())
+        rest = "RESIDENT", "STAGES"
         return {name: x for name, x in macros.items() if x != along[name] and name not in rest}
 
     for packs in APART, SHIFTED:
         assert changed(packs=packs) == {"PACKS": packs}
-    assert changed(across=ACROSS, packs=4) == {"ACROSS": 1, "LANES": 16}
-    assert changed(across=ACROSS) == {"ACROSS": 1, "PACK": 1}
+    assert changed(packs=FLUSH) == {}
+    assert changed(across=ACROSS, packs=4) == {"ACROSS": 1, "LANES": 16, "AHEAD": 8}
+    assert changed(across=ACROSS) == {"ACROSS": 1, "PACK": 1, "AHEAD": 8}
     by_index = {"SEQUENCES": INDEXED, "INDEX_T": "long long"}
     assert changed(sequences=INDEXED, index="int64") == by_index
     for options in product((False, True), repeat=3):
@@ -306,10 +306,12 @@ def test_macros_of_a_convolution():
 
 def test_types_of_a_convolution():
     dtypes = ("bfloat16", "float32", "float16", "float64")
-    _, macros = conv_plan(2, 3, 9, dtypes=dtypes, W=5)
+    how, macros = conv_plan(2, 3, 9, dtypes=dtypes, W=5)
     assert (macros["X_T"], macros["WEIGHT_T"]) == ("__nv_bfloat16", "float")
     assert (macros["BIAS_T"], macros["STATE_T"]) == ("__half", "double")
     assert (macros["REAL"], macros["WIDTH"], macros["PACK"]) == ("double", 5, 8)
+    names = "WEIGHT_T", "BIAS_T", "REAL", "WIDTH"
+    assert how.of_partials == tuple((name, macros[name]) for name in names)
 
 
 @pytest.mark.parametrize("across", [ALONG, ACROSS])
@@ -332,6 +334,7 @@ def test_blocks_for_which_registers_have_to_suffice(across, backward):
             assert resident(W=W, dtypes=short, sequences=sequences) == heavy
         for packs in () if across else (APART, SHIFTED):
             assert resident(W=W, dtypes=short, packs=packs) == heavy
+        assert across or resident(W=W, dtypes=short, packs=FLUSH) == light
         for dtype in PACKS:
             assert resident(W=W, dtypes=(dtype, *short[1:3], "float64")) == many
 
@@ -350,23 +353,45 @@ def test_weights_that_are_read_at_once(W, weights):
 @pytest.mark.parametrize("dtype", PACKS)
 @pytest.mark.parametrize("B, D", SIZES)
 @pytest.mark.parametrize("W", [1, 4, 32])
-def test_tiles_along_a_row(dtype, B, D, W):
+@pytest.mark.parametrize("packs", [SHIFTED, ALIGNED, FLUSH])
+def test_tiles_along_a_row(dtype, B, D, W, packs):
     """They cover it wherever its packs start, and a tile has what the filter reaches back to."""
     for L in LENGTHS:
-        how, macros = conv_plan(B, D, L, W=W, dtypes=(dtype,) * 4)
+        how, macros = conv_plan(B, D, L, W=W, dtypes=(dtype,) * 4, packs=packs)
         pack, lanes = macros["PACK"], macros["LANES"]
-        tile, tiles = tiles_of(how, macros, L)
+        tile, reach = lanes * pack, reach_of(macros, L, packs)
         assert pack == PACKS[dtype] and lanes in (1, 2, 4, 8, 16, 32)
         assert tile >= W - 1
         assert lanes == 32 or tile >= L  # so that it is one tile, or two of a row that is shifted
         assert lanes == 1 or lanes // 2 * pack < max(L, W - 1)
         assert how.length % tile == 0
-        assert macros["BATCH"] in range(1, tiles + 1)
-        assert how.parts * how.length >= L + pack - 1
-        assert (how.parts - 1) * how.length < L + pack - 1
+        assert (how.parts - 1) * how.length < reach <= how.parts * how.length
+        assert how.parts > 1 or how.length - tile < reach
         rows = -(-B * D // (32 // lanes))  # warps of a segment
         assert how.grid == -(-rows * how.parts // macros["WARPS"])
         assert how.parts == 1 or how.length >= convolution_plan.TILES * tile
+
+
+@pytest.mark.parametrize("dtype", PACKS)
+@pytest.mark.parametrize("lanes", [1, 2, 4, 8, 16, 32])
+def test_rows_of_whole_tiles_have_no_tile_more_if_they_are_flush(dtype, lanes):
+    """Else their first pack may begin before them, by all but one of its positions."""
+    pack = PACKS[dtype]
+    tile = lanes * pack
+
+    def tiles(L, packs):
+        """Of a row that is one segment."""
+        options = {"W": 1, "dtypes": (dtype,) * 4, "packs": packs, "limits": IDLE}
+        how, macros = conv_plan(2, 3, L, **options)
+        assert macros["LANES"] == lanes and how.parts == 1
+        return how.length / tile
+
+    for n in (1, 2, 5, 100) if lanes == 32 else (1,):
+        assert tiles(n * tile, FLUSH) == n
+        assert lanes < 32 or tiles(n * tile + 1, FLUSH) == n + 1
+        for packs in (APART, SHIFTED, ALIGNED):
+            assert tiles(n * tile - pack + 1, packs) == n
+            assert tiles(n * tile - pack + 2, packs) == tiles(n * tile, packs) == n + 1
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -377,7 +402,7 @@ def test_segments_along_a_row_fill_the_device_and_no_more(B, D, backward):
     most = H200.multiprocessors * warps
     for L in (100_000, 10_000_000):
         how, macros = conv_plan(B, D, L, backward=backward)
-        tile, tiles = tiles_of(how, macros, L)
+        tile = macros["LANES"] * macros["PACK"]
         assert B * D * how.parts <= most
         assert B * D * how.parts > most / 2 or how.length <= (convolution_plan.TILES + 1) * tile
     assert conv_plan(most + 1, 1, 100_000, backward=backward)[0].parts == 1
@@ -394,31 +419,37 @@ def test_positions_of_a_segment_are_counted_in_32_bits(B, limits, dtype, W):
         for backward in (False, True):
             options = {"W": W, "dtypes": (dtype,) * 4, "limits": limits, "backward": backward}
             how, macros = conv_plan(B, 3, L, **options)
-            tile, _ = tiles_of(how, macros, L)
-            assert how.length <= longest + 2 * tile
-            assert (how.parts - 1) * how.length < L + macros["PACK"] - 1 <= how.parts * how.length
+            assert how.length <= longest + 2 * macros["LANES"] * macros["PACK"]
+            assert (how.parts - 1) * how.length < reach_of(macros, L) <= how.parts * how.length
             assert how.parts >= L // longest
 
 
+@pytest.mark.parametrize("dtype", PACKS)
 @pytest.mark.parametrize("real", ["float32", "float64"])
-@pytest.mark.parametrize("W", [1, 2, 3, 4, 8, 9, 16, 32])
-@pytest.mark.parametrize("packs", [1, 2, 4, 8])
+@pytest.mark.parametrize("W", [1, 2, 3, 4, 8, 9, 15, 16, 17, 32])
 @pytest.mark.parametrize("backward", [False, True])
-def test_weights_of_a_pack_of_channels_are_in_registers(real, W, packs, backward):
+def test_weights_of_a_pack_of_channels_are_in_registers(dtype, real, W, backward):
+    """But for channels of 4 bytes, the least that is copied on the side."""
+    dtypes = (dtype, real, "float32", "float32")
     numbers = (convolution_plan.NUMBERS_FORWARD, convolution_plan.NUMBERS_BACKWARD)[backward]
-    numbers = numbers // 2 if real == "float64" else numbers
-    dtypes = ("float16", real, "float32", "float32")
-    options = {"across": ACROSS, "packs": packs, "W": W, "dtypes": dtypes, "backward": backward}
-    pack = conv_plan(2, 640, 1000, **options)[1]["PACK"]
-    assert packs % pack == 0 and pack <= convolution_plan.MOST_CHANNELS
-    assert pack == 1 or pack * W <= numbers
-    assert pack in (packs, convolution_plan.MOST_CHANNELS) or 2 * pack * W > numbers
+    numbers = numbers // 2 if "float64" in dtypes else numbers
+    of_4_bytes = 1 if backward and W > 16 else max(PACKS[dtype] // 4, 1)
+    for packs in (1, 2, 4, 8):
+        if packs > PACKS[dtype]:
+            continue
+        options = {"across": ACROSS, "packs": packs, "W": W, "dtypes": dtypes}
+        pack = conv_plan(2, 640, 1000, backward=backward, **options)[1]["PACK"]
+        assert packs % pack == 0 and pack <= convolution_plan.MOST_CHANNELS
+        assert pack <= of_4_bytes or pack * W <= numbers
+        assert pack in (packs, convolution_plan.MOST_CHANNELS) or 2 * pack * W > numbers
+        assert pack >= min(packs, of_4_bytes)
 
 
-def wanted_run(backward, dtype):
+def wanted_run(backward, dtype, W):
     """Of how many positions the run of a lane is, where there are enough for all lanes."""
-    long = backward or convolution_plan.SIZES[dtype] == 2
-    return convolution_plan.LONG_RUN if long else convolution_plan.SHORT_RUN
+    of_2_bytes = convolution_plan.SIZES[dtype] == 2
+    short = convolution_plan.RUN if of_2_bytes else convolution_plan.SHORT_RUN
+    return (convolution_plan.LONG_RUN if W > 4 else short)[backward]
 
 
 def walks_of(macros, B, D):
@@ -429,13 +460,13 @@ def walks_of(macros, B, D):
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype, W", [("float32", 4), ("float16", 4), ("float16", 5)])
 @pytest.mark.parametrize(
     "B, D, packs", [(*sizes, 1) for sizes in SIZES] + [(7, 12, 4), (64, 2048, 8), (1000, 130, 2)]
 )
-def test_runs_across_the_channels(backward, dtype, B, D, packs):
+def test_runs_across_the_channels(backward, dtype, W, B, D, packs):
     """They cover the length, no block of them is empty, and they are not too long."""
-    options = {"across": ACROSS, "backward": backward, "dtypes": (dtype,) * 4}
+    options = {"across": ACROSS, "backward": backward, "dtypes": (dtype,) * 4, "W": W}
     for L in (*LENGTHS, 2**33 + 1):
         how, macros = conv_plan(B, D, L, packs=packs, **options)
         lanes, pack = macros["LANES"], macros["PACK"]
@@ -444,39 +475,119 @@ def test_runs_across_the_channels(backward, dtype, B, D, packs):
         assert (how.parts - 1) * groups * how.length < L <= how.parts * groups * how.length
         assert how.grid == columns * how.parts
         # Twice as long where one block more for all channels is more than the device has room for
-        longest = 2 * wanted_run(backward, dtype) + 4
-        assert convolution_plan.SHORT_RUN <= how.length <= longest
+        longest = 2 * wanted_run(backward, dtype, W) + 4
+        assert convolution_plan.SHORT_RUN[False] <= how.length <= longest
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype, W", [("float32", 4), ("float16", 4), ("float16", 5)])
 @pytest.mark.parametrize("B, D", [(1, 32), (1, 4096), (2, 33), (7, 12), (64, 2048), (1000, 130)])
-def test_blocks_of_runs_fill_the_device_a_whole_number_of_times(backward, dtype, B, D):
+def test_blocks_of_runs_fill_the_device_a_whole_number_of_times(backward, dtype, W, B, D):
     """As often as runs of the wanted length do; runs any shorter would be too many blocks."""
-    options = {"across": ACROSS, "backward": backward, "dtypes": (dtype,) * 4}
+    options = {"across": ACROSS, "backward": backward, "dtypes": (dtype,) * 4, "W": W}
     for L in (*LENGTHS, 4095, 4096, 4097, 10**6, 10**8):
         how, macros = conv_plan(B, D, L, **options)
         groups, columns, room = walks_of(macros, B, D)
-        times = -(-L * columns // (wanted_run(backward, dtype) * groups * room))
+        times = -(-L * columns // (wanted_run(backward, dtype, W) * groups * room))
         assert how.parts == 1 or how.grid <= times * room
         shorter = (how.length - 4) * groups
-        shortest = how.length == convolution_plan.SHORT_RUN
+        shortest = how.length == convolution_plan.SHORT_RUN[False]
         assert shortest or columns * -(-L // shorter) > times * room
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype, W", list(product(("float32", "float16"), (1, 4, 5, 32))))
 @pytest.mark.parametrize("times", [1, 2, 7])
-def test_runs_of_the_wanted_length(backward, dtype, times):
+def test_runs_of_the_wanted_length(backward, dtype, W, times):
     """They fill the device exactly; one position more takes a part of one time more."""
-    options = {"across": ACROSS, "backward": backward, "dtypes": (dtype,) * 4}
+    options = {"across": ACROSS, "backward": backward, "dtypes": (dtype,) * 4, "W": W}
     groups, _, room = walks_of(conv_plan(1, 32, 1, **options)[1], 1, 32)
-    run = wanted_run(backward, dtype)
+    run = wanted_run(backward, dtype, W)
     L = run * groups * room * times
     how, _ = conv_plan(1, 32, L, **options)
     assert (how.length, how.grid) == (run, times * room)
     more, _ = conv_plan(1, 32, L + 1, **options)
     assert more.length <= run and times * room < more.grid <= (times + 1) * room
+
+
+def bytes_of_a_step(macros, size, backward):
+    """Of shared memory for a block, as the kernels declare `Room`, where elements have a size."""
+    place = 32 * macros["WARPS"] * macros["PACK"] * size
+    if macros["ACROSS"]:
+        return macros["AHEAD"] * (1 + backward) * place
+    before = macros["WIDTH"] - 1
+    enough = next(n for n in (1, 2, 4, 8) if n >= before or n == 8)
+    part = macros["PACK"]
+    if macros["PACKS"] != SHIFTED and enough <= part:
+        part = max(enough, 4 // size)
+    wholes = 2 if macros["PACKS"] == SHIFTED else 1
+    return (-(-before // part) + wholes * (1 + backward)) * place
+
+
+def shared_of(macros, size, size_of_real, backward):
+    """Bytes of static shared memory of a block."""
+    room = macros["STAGES"] * bytes_of_a_step(macros, size, backward)
+    if not (macros["ACROSS"] and backward):
+        return room
+    channels = 32 * macros["WARPS"] * macros["PACK"]  # of all runs of the block
+    return max(room, channels * (macros["WIDTH"] + 1) * size_of_real)
+
+
+ORDERS = [
+    *product(PACKS, [ALONG], [APART, SHIFTED, ALIGNED, FLUSH]),
+    *((dtype, ACROSS, n) for dtype, n in product(PACKS, (1, 2, 4, 8)) if n <= PACKS[dtype]),
+]
+
+
+@pytest.mark.parametrize("dtype, across, packs", ORDERS)
+@pytest.mark.parametrize("real", ["float32", "float64"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_block_has_shared_memory_enough(dtype, across, packs, real, backward):
+    """No more than what a kernel may declare."""
+    dtypes = dtype, real, "float32", "float32"
+    sizes = convolution_plan.SIZES[dtype], 8 if "float64" in dtypes else 4
+    options = {"across": across, "packs": packs, "dtypes": dtypes, "backward": backward}
+    shapes = (1, 1, 1), (2, 33, 70), (2, 640, 3000), (2, 5000, 5000), (1, 32, 10**7)
+    for W, shape in product(range(1, 33), shapes):
+        _, macros = conv_plan(*shape, W=W, **options)
+        assert 0 < shared_of(macros, *sizes, backward) <= 48 * 1024
+
+
+@pytest.mark.parametrize("dtype, across, packs", ORDERS)
+@pytest.mark.parametrize("backward", [False, True])
+def test_steps_that_are_on_their_way_at_a_time(dtype, across, packs, backward):
+    """As many as there is room for in each resident block, up to half of them all.
+
+    ACROSS these are of a run of the wanted length, so that a new length compiles nothing new.
+    """
+    size, seen = convolution_plan.SIZES[dtype], set()
+    fewer_blocks = backward and not across and size > 2
+    options = {"across": across, "packs": packs, "dtypes": (dtype,) * 4, "backward": backward}
+    widths, lengths = (1, 2, 4, 5, 9, 16, 17, 32), (*LENGTHS, 10**7)
+    for kib, W, D, L in product((64, 99, 227), widths, (1, 33, 5000), lengths):
+        limits = H200._replace(shared=kib * 1024)
+        how, macros = conv_plan(2, D, L, W=W, limits=limits, **options)
+        positions = macros["AHEAD"] if across else macros["LANES"] * macros["PACK"]
+        length = wanted_run(backward, dtype, W) if across else how.length
+        half, of_step = length // positions / 2, bytes_of_a_step(macros, size, backward)
+        room = min(convolution_plan.ROOM[across, backward], kib * 1024 // macros["RESIDENT"])
+        room *= 2 if fewer_blocks else 1
+        most = min(half, room / of_step, convolution_plan.STAGES)
+        assert macros["STAGES"] == max(n for n in (1, 2, 4, 8, 16) if n == 1 or n <= most)
+        seen.add(macros["STAGES"])
+    assert len(seen) > 1
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("packs", [1, 2, 4])
+def test_positions_of_a_step(backward, packs):
+    """ACROSS: the least multiple of W that is enough, up to W 16; ALONG a step is a tile."""
+    for W in range(1, 33):
+        options = {"W": W, "backward": backward}
+        assert conv_plan(2, 640, 1000, **options)[1]["AHEAD"] == 1
+        ahead = conv_plan(2, 640, 1000, ACROSS, packs, **options)[1]["AHEAD"]
+        enough = 4 if backward and W <= 16 else 8
+        assert ahead == (enough if W > 16 else min(n for n in range(W, 33, W) if n >= enough))
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -559,23 +670,24 @@ def test_plans_are_cached():
 
 
 def test_a_new_length_compiles_nothing_new():
-    """Sizes are no macros, but for a count of warps or lanes."""
+    """Sizes are no macros, but for a count of warps or lanes, and of steps at a time."""
     plans = [dtw_plan(9, N, M)[0] for N, M in zip(LENGTHS, reversed(LENGTHS), strict=True)]
     assert len({how.series for how in plans}) == 1
     assert len({how.backward_sweep for how in plans}) <= 10  # by lanes, stripes, rows, helpers
     longer = [dtw_plan(9, N, N)[0] for N in range(8000, 9000, 7)]
     assert len({how.backward_sweep for how in longer}) == 1
-    assert len({conv_plan(2, 40, L, across=ACROSS)[0].macros for L in LENGTHS}) == 1
-    short = [conv_plan(2, 40, L)[0].macros for L in range(1, 3000)]
-    shapes = {(dict(macros)["LANES"], dict(macros)["BATCH"]) for macros in short}
-    assert len(set(short)) == len(shapes) <= 15
-    assert len({conv_plan(2, 40, L)[0].macros for L in range(512, 9000)}) == 1
+    for D, across, backward in product((40, 5000), (ALONG, ACROSS), (False, True)):
+        macros = [conv_plan(2, D, L, across, backward=backward)[0].macros for L in range(1, 9000)]
+        shapes = {(dict(x)["LANES"], dict(x)["STAGES"]) for x in macros}
+        assert len(set(macros)) == len(shapes) <= 9
+        assert len(set(macros[2048:])) == 1
 
 
 def test_a_grid_fits_what_cuda_can_launch():
     """Even where each channel of each batch item is one short row."""
     assert dtw_plan(10**6, 50_000)[0].grid <= kernels.MOST_BLOCKS
-    ways = {}, {"packs": APART}, {"W": 32}, {"across": ACROSS}, {"across": ACROSS, "packs": 4}
+    ways = {}, {"packs": APART}, {"packs": FLUSH}, {"W": 32}
+    ways += {"across": ACROSS}, {"across": ACROSS, "packs": 4}
     for options in ways:
         for backward in (False, True):
             for sizes in (70_000, 70_000, 1), (2000, 2000, 1000), (1, 32, 2**36):
@@ -682,16 +794,17 @@ def test_elements_of_nothing_lie_anywhere():
         array = arrays.borrow("x", np.zeros(shape, np.float32), "")
         assert convolution_plan.at_once(array) in (1, 2, 4)
         assert convolution_plan.rows_at_once(array) in (1, 2, 4)
-        assert convolution_plan.packs_along((array, array)) in (APART, ALIGNED)
+        assert convolution_plan.packs_along((array, array)) in (APART, ALIGNED, FLUSH)
 
 
 def packs_by_hand(tensors):
-    """APART, SHIFTED or ALIGNED, by the address of every row."""
+    """APART, SHIFTED, ALIGNED or FLUSH, by the address of every row."""
     if any(array.shape[-1] > 1 and array.strides[-1] != 1 for array in tensors):
         return APART
-    first, *others = (addresses(array)[..., 0] for array in tensors)
-    alike = all(not ((rows - first) % PACKS[tensors[0].dtype]).any() for rows in others)
-    return ALIGNED if alike else SHIFTED
+    first, *others = (addresses(array)[..., 0] % PACKS[array.dtype] for array in tensors)
+    if any((rows != first).any() for rows in others):
+        return SHIFTED
+    return ALIGNED if first.any() else FLUSH
 
 
 @pytest.mark.parametrize("dtype, n", [("float64", 6), ("float32", 8), ("bfloat16", 12)])
@@ -704,7 +817,7 @@ def test_rows_that_are_aligned_alike(dtype, n):
             tensors = [arrays.borrow("x", part, "") for part in pair]
             seen.append(convolution_plan.packs_along(tensors))
             assert seen[-1] == packs_by_hand(tensors)
-    assert {APART, SHIFTED, ALIGNED} == set(seen)
+    assert {APART, SHIFTED, ALIGNED, FLUSH} == set(seen)
 
 
 def test_rows_along_of_some_tensors():
@@ -714,9 +827,11 @@ def test_rows_along_of_some_tensors():
     x = aligned(2, 3, 8)
     wide, odd = aligned(2, 3, 20), aligned(2, 3, 17)
     for y in x, wide[..., :8], wide[..., 4:12], wide[..., :8][:, ::-1]:
-        assert packs(x, y) == packs(y, x) == ALIGNED
+        assert packs(x, y) == packs(y, x) == packs(y) == FLUSH
+        assert packs(x[..., :5], y[..., :5]) == FLUSH  # wherever rows end
     for y in wide[..., 1:9], wide[..., 2:10], odd[..., :8], odd[..., 4:12]:
         assert packs(x, y) == packs(y, x) == SHIFTED
+        assert packs(y) == packs(y, y) == ALIGNED
     for y in aligned(2, 3, 16)[..., ::2], x[..., ::-1], aligned(2, 8, 3).transpose(0, 2, 1):
         assert packs(x, y) == packs(y, x) == packs(y) == APART
     # With a common offset, and with rows that steps apart alike modulo a pack
@@ -725,9 +840,9 @@ def test_rows_along_of_some_tensors():
     even = aligned(2, 52)[:, :51].reshape(2, 3, 17)  # but for its rows, which are 17 apart too
     assert packs(odd[..., :8], even[..., :8]) == SHIFTED
     assert packs(odd[:1, :, :8], even[1:, :, :8]) == ALIGNED
-    assert packs(odd[:1, :1, :8], x[:1, :1]) == ALIGNED
+    assert packs(odd[:1, :1, :8], x[:1, :1]) == packs(even[:, :1, :8], x[:, :1]) == FLUSH
     # Rows of one element have no stride
-    assert packs(x[..., :1], aligned(2, 3, 16)[..., ::8][..., :1]) == ALIGNED
+    assert packs(x[..., :1], aligned(2, 3, 16)[..., ::8][..., :1]) == FLUSH
     assert packs(x[..., :1], aligned(2, 8, 3).transpose(0, 2, 1)[..., :1]) == SHIFTED
     assert packs(x, wide[..., :8], odd[..., :8]) == SHIFTED
     assert packs(x, odd[..., :8], wide[..., :16:2]) == APART
@@ -774,7 +889,7 @@ def test_channels_that_are_the_same_do_not_lie_closest():
     """A step of 0 from one to another is not a small one: results do not lie so."""
     bdl, bld = aligned(2, 5, 8), aligned(2, 8, 5)
     for x, layout, packs in [
-        (np.broadcast_to(bdl[:, :1], bdl.shape), "bdl", ALIGNED),
+        (np.broadcast_to(bdl[:, :1], bdl.shape), "bdl", FLUSH),
         (np.broadcast_to(bld[..., :1], bld.shape), "bld", APART),
         (np.broadcast_to(bld[..., :1], bld.shape).transpose(0, 2, 1), "bdl", APART),
         (np.broadcast_to(bdl[..., :1], bdl.shape), "bdl", APART),  # positions are the same
@@ -797,6 +912,9 @@ def test_positions_are_neighbours_in_every_tensor_or_read_one_by_one():
         y = bdl if layout == "bdl" else bdl.transpose(0, 2, 1)
         assert problem_of(x, layout, x).packs == ALIGNED
         assert problem_of(x, layout, y, x).packs == beside
+    flush = aligned(2, 5, 8)[..., :7]
+    assert problem_of(flush, "bdl", flush).packs == FLUSH
+    assert problem_of(flush, "bdl", bdl).packs == problem_of(bdl, "bdl", flush).packs == SHIFTED
     for x in bdl[..., ::2], bdl[..., ::-1], np.broadcast_to(bdl[..., :1], bdl.shape):
         assert problem_of(x, "bdl").packs == APART
     assert problem_of(bdl, "bdl", bdl, bld.transpose(0, 2, 1)).packs == APART

@@ -20,11 +20,11 @@ TILES = 4  # of a segment, at least, ALONG
 SHORT_RUN, RUN, LONG_RUN = (16, 128), (32, 128), (256, 512)
 STAGES = 8  # steps on their way to shared memory at a time, at most
 # Bytes of shared memory for them, of a block, if there are more than one: by across and backward.
-ROOM = {(False, False): 8192, (False, True): 24576, (True, False): 32768, (True, True): 32768}
+ROOM = {(False, False): 12288, (False, True): 24576, (True, False): 32768, (True, True): 32768}
 # Blocks of threads that a multiprocessor's registers have to suffice for, by across and backward:
 # for few weights and no more to know of a position, for up to 8 weights, for more.
 RESIDENT = {
-    (False, False): (11, 10, 6),
+    (False, False): (11, 10, 4),
     (False, True): (7, 4, 2),
     (True, False): (4, 4, 3),
     (True, True): (4, 3, 2),
@@ -184,7 +184,7 @@ def _share_across(problem, limits, resident, backward):
     ahead = _positions_of_a_step(W, backward)
     step = THREADS * pack * size * ahead * (1 + backward)
     room = min(ROOM[True, backward], limits.shared // resident)
-    stages = _stages(-(-length // ahead), room // step)
+    stages = _stages(run // ahead, room // step)  # by no length that changes
     shape = {"PACK": pack, "LANES": lanes, "STAGES": stages, "AHEAD": ahead}
     return columns * parts, length, parts, shape
 
