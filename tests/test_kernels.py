@@ -423,27 +423,12 @@ SPILLS = [  # function, macros; the first that fits counts
     (
         "causal_conv1d_forward",
         {"REAL": "double", "WIDTH": 32, "ACROSS": 0},
-        Spill(768, "weights and inputs are 66 doubles, in 80 registers for six blocks"),
-    ),
-    (
-        "causal_conv1d_forward",
-        {"REAL": "double", "WIDTH": 16, "ACROSS": 0},
-        Spill(448, "weights and inputs are 34 doubles, in 80 registers for six blocks"),
+        Spill(320, "weights and inputs are 66 doubles, in 128 registers for four blocks"),
     ),
     (
         "causal_conv1d_forward",
         {"REAL": "double", "WIDTH": 16},
         Spill(160, "weights and windows are 33 doubles, beside a sequence's place and state"),
-    ),
-    (
-        "causal_conv1d_forward",
-        {"WIDTH": 32, "ACROSS": 0},
-        Spill(112, "weights and inputs are 68 floats, in 80 registers for six blocks"),
-    ),
-    (
-        "causal_conv1d_forward",
-        {"WIDTH": 16, "ACROSS": 0},
-        Spill(64, "weights, inputs and indices are 55 numbers, in 80 registers for six blocks"),
     ),
     ("causal_conv1d_forward", NO_STATES, A_FEW),
     (
