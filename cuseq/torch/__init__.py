@@ -1,0 +1,29 @@
+"""PyTorch: the operators with autograd, and modules. An adapter; the mathematics is in ops/.
+
+    import torch, cuseq.torch
+    loss = cuseq.torch.SoftDTWLoss(gamma=0.1)
+    loss(prediction, target).backward()
+
+with prediction (B, N, D) and target (B, M, D) on CUDA or the CPU.
+"""
+
+from cuseq.torch.convolution import (
+    causal_conv1d,
+    causal_conv1d_update,
+    causal_conv1d_varlen,
+    causal_conv1d_varlen_with_state,
+    causal_conv1d_with_state,
+)
+from cuseq.torch.modules import SoftDTWLoss
+from cuseq.torch.series import soft_dtw, soft_dtw_from_cost
+
+__all__ = [
+    "SoftDTWLoss",
+    "causal_conv1d",
+    "causal_conv1d_update",
+    "causal_conv1d_varlen",
+    "causal_conv1d_varlen_with_state",
+    "causal_conv1d_with_state",
+    "soft_dtw",
+    "soft_dtw_from_cost",
+]
