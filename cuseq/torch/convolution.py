@@ -1,4 +1,7 @@
-"""PyTorch: the causal convolutions with autograd."""
+"""PyTorch: the causal convolutions, as torch ops, with autograd."""
+
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -6,45 +9,267 @@ from cuseq.ops import causal_conv1d as convolution
 from cuseq.ops import causal_conv1d_update as step
 from cuseq.ops import causal_conv1d_varlen as packed
 from cuseq.runtime import checks
-from cuseq.torch.autograd import needs_grad, refuse_second_derivative
+from cuseq.torch.library import (
+    define,
+    first_derivative,
+    indices,
+    needs_grad,
+    no_forward_mode,
+    one_by_one,
+    tensor,
+    through,
+)
 
-_BY_ROW = (
+# ---- torch ops: forward alone, with the final state, backward; by row and packed
+
+
+def _by_row(function, *args):
+    """A function of the core, with what torch ops have: tensors, an index, options."""
+    *tensors, seq_idx, activation, layout = args
+    options = {"seq_idx": seq_idx, "activation": activation, "layout": layout}
+    return function(*tensors, options)
+
+
+def _packed(function, *args):
+    *tensors, cu_seqlens, activation = args
+    return function(*tensors, {"cu_seqlens": cu_seqlens, "activation": activation})
+
+
+def _forward(core, x, weight, bias, initial_state, options):
+    return core(x, weight, bias, initial_state=initial_state, **options)
+
+
+def _backward(core, grad_y, grad_final_state, x, weight, bias, initial_state, options):
+    states = {"initial_state": initial_state, "grad_final_state": grad_final_state}
+    gradients = core(grad_y, x, weight, bias, **states, **options)
+    return tuple(x.new_empty(0) if gradient is None else gradient for gradient in gradients)
+
+
+def _like_x(x, layout="packed"):
+    """Room for what lies in memory as x does, if it is not packed."""
+    if layout == "packed" or not (min(x.shape[1:]) > 1 and 0 < x.stride(1) < x.stride(2)):
+        return x.new_empty(x.shape)
+    return x.new_empty(x.shape[0], x.shape[2], x.shape[1]).transpose(1, 2)
+
+
+def _state(x, weight, initial_state, index, layout="packed"):
+    """Room for final states."""
+    if initial_state is not None:
+        return initial_state.new_empty(initial_state.shape)
+    count = index.shape[0] - 1 if layout == "packed" else x.shape[0]
+    return x.new_empty(count, weight.shape[0], weight.shape[-1] - 1)
+
+
+def _fake_forward(x, weight, bias, initial_state, index, activation, *layout):
+    return _like_x(x, *layout)
+
+
+def _fake_with_state(x, weight, bias, initial_state, index, activation, *layout):
+    return _like_x(x, *layout), _state(x, weight, initial_state, index, *layout)
+
+
+def _fake_backward(
+    grad_y, grad_final_state, x, weight, bias, initial_state, index, activation, *layout
+):
+    others = (x.new_empty(0) if y is None else y.new_empty(y.shape) for y in (bias, initial_state))
+    return _like_x(x, *layout), weight.new_empty(weight.shape), *others
+
+
+# Channels are independent of each other, so a mapped dimension is more channels. These are the axes
+# of channels: of x and y, and of weight, bias and states.
+
+
+def _axis_of_x(args):
+    """Of positions packed and by row in the layout "bld" the last one, in "bdl" the one before."""
+    return 1 if args[-1] != "bld" else 2
+
+
+def _more_channels(x, dim, size, axis):
+    """Tensors along `dim`, or one for all of them, as one tensor of `size` times the channels."""
+    x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.movedim(0, axis).flatten(axis, axis + 1)
+
+
+def _fewer_channels(x, size, axis):
+    """A result as tensors along `axis`; what there is none of stays without elements."""
+    if x.ndim == 1 and not x.numel():
+        return x.new_empty(*(1,) * axis, size, 0)
+    return x.unflatten(axis, (size, x.shape[axis] // size))
+
+
+def _as_channels(given, returned, op, info, in_dims, *args):
+    """The batching rule. `given`, `returned`: axes of channels, "x" for that of x."""
+    size, index = info.batch_size, len(given)
+    if in_dims[index] is not None:  # sequences of their own
+        return one_by_one(op, info, in_dims, *args)
+    axes = {"x": _axis_of_x(args)}
+    given, returned = ([axes.get(axis, axis) for axis in those] for those in (given, returned))
+    folded = [
+        x if x is None else _more_channels(x, dim, size, axis)
+        for x, dim, axis in zip(args, in_dims, given, strict=False)
+    ]
+    results = op(*folded, *args[index:])
+    if isinstance(results, torch.Tensor):
+        return _fewer_channels(results, size, returned[0]), returned[0]
+    return (
+        tuple(_fewer_channels(x, size, axis) for x, axis in zip(results, returned, strict=True)),
+        tuple(returned),
+    )
+
+
+FILTERS = "Tensor x, Tensor weight, Tensor? bias, Tensor? initial_state"
+OUTER = "Tensor grad_y, Tensor? grad_final_state"
+AXES = "x", 0, 0, 1
+
+
+class Operators(NamedTuple):
+    """The torch ops of one operator."""
+
+    name: str
+    alone: object
+    with_state: object
+    backward: object
+
+
+def _operators(name, call, index, cores):
+    """Define them. `call`: how the core is called; `index`: of the schema, from seq_idx on."""
+    forward, with_state, backward = cores
+
+    def add(suffix, arguments, returned, core, run, fake, given, axes):
+        return define(
+            f"{name}{suffix}({arguments}, {index}) -> {returned}",
+            partial(call, partial(run, core)),
+            fake,
+            partial(_as_channels, given, axes),
+        )
+
+    four = "(Tensor, Tensor, Tensor, Tensor)"
+    both, outer = f"{OUTER}, {FILTERS}", ("x", 1, *AXES)
+    state = "(Tensor, Tensor)"
+    return Operators(
+        name,
+        add("", FILTERS, "Tensor", forward, _forward, _fake_forward, AXES, ("x",)),
+        add("_with_state", FILTERS, state, with_state, _forward, _fake_with_state, AXES, ("x", 1)),
+        add("_backward", both, four, backward, _backward, _fake_backward, outer, AXES),
+    )
+
+
+BY_ROW = _operators(
     "causal_conv1d",
-    convolution.causal_conv1d_with_state,
-    convolution.causal_conv1d_backward,
+    _by_row,
+    "Tensor? seq_idx, str? activation, str layout",
+    (
+        convolution.causal_conv1d,
+        convolution.causal_conv1d_with_state,
+        convolution.causal_conv1d_backward,
+    ),
 )
-_PACKED = (
+PACKED = _operators(
     "causal_conv1d_varlen",
-    packed.causal_conv1d_varlen_with_state,
-    packed.causal_conv1d_varlen_backward,
+    _packed,
+    "Tensor cu_seqlens, str? activation",
+    (
+        packed.causal_conv1d_varlen,
+        packed.causal_conv1d_varlen_with_state,
+        packed.causal_conv1d_varlen_backward,
+    ),
 )
+
+
+def _update(x, state, weight, bias, cache_seqlens, state_indices, activation, layout):
+    return step.causal_conv1d_update(
+        x,
+        state,
+        weight,
+        bias,
+        activation=activation,
+        layout=layout,
+        cache_seqlens=cache_seqlens,
+        state_indices=state_indices,
+    )
+
+
+def _update_each(op, info, in_dims, *args):
+    if in_dims[1] is None:
+        remedy = "map the state too, which is written"
+        raise ValueError(checks.sentence("state", "one a mapped sample", "one for all", remedy))
+    return one_by_one(op, info, in_dims, *args)
+
+
+UPDATE = define(
+    "causal_conv1d_update(Tensor x, Tensor(a!) state, Tensor weight, Tensor? bias,"
+    " Tensor? cache_seqlens, Tensor? state_indices, str? activation, str layout) -> Tensor",
+    _update,
+    lambda x, *_: x.new_empty(x.shape),
+    _update_each,
+)
+
+# ---- autograd
+
+
+def _keep(ctx, inputs):
+    ctx.operators, x, weight, bias, initial_state, index, *ctx.options = inputs
+    ctx.name = ctx.operators.name
+    ctx.save_for_backward(x, weight, bias, initial_state, index)
+    ctx.set_materialize_grads(False)
 
 
 class _CausalConv1d(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, operator, x, weight, bias, initial_state, options):
-        _, with_state, _ = operator
-        ctx.operator, ctx.options = operator, options
-        indices = filter(torch.is_tensor, options.values())
-        ctx.save_for_backward(x, weight, bias, initial_state, *indices)
-        ctx.set_materialize_grads(False)
-        return with_state(x, weight, bias, initial_state=initial_state, **options)
+    def forward(ctx, operators, *args):
+        _keep(ctx, (operators, *args))
+        return operators.with_state(*args)
 
     @staticmethod
     def backward(ctx, grad_y, grad_final_state):
-        name, _, backward = ctx.operator
-        refuse_second_derivative(name)
-        x, weight, bias, initial_state, *_ = ctx.saved_tensors
-        grads = backward(
+        x, weight, bias, initial_state, index = ctx.saved_tensors
+        grads = first_derivative(
+            ctx.name,
+            ctx.operators.backward,
             torch.zeros_like(x) if grad_y is None else grad_y,
-            x,
-            weight,
-            bias,
-            initial_state=initial_state,
-            grad_final_state=grad_final_state,
-            **ctx.options,
+            grad_final_state,
+            *(x, weight, bias, initial_state, index, *ctx.options),
         )
-        return None, *grads, None
+        given = x, weight, bias, initial_state
+        wanted = (None if y is None else grad for y, grad in zip(given, grads, strict=True))
+        return None, *wanted, None, *(None for _ in ctx.options)
+
+
+class _CausalConv1dInTransforms(_CausalConv1d):
+    generate_vmap_rule = True
+    jvp = no_forward_mode
+
+    @staticmethod
+    def forward(operators, *args):
+        return operators.with_state(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _keep(ctx, inputs)
+
+
+def _convolve(operators, with_state, x, weight, bias, initial_state, *rest):
+    """y, with the final state if that is wanted."""
+    for name, y in ("x", x), ("weight", weight), ("bias", bias), ("initial_state", initial_state):
+        if y is not None or name in ("x", "weight"):
+            tensor(name, y)
+    args = _autocast(x), weight, bias, initial_state, *rest
+    followed = x, weight, bias, initial_state
+    if function := through(_CausalConv1d, _CausalConv1dInTransforms, *followed):
+        results = function.apply(operators, *args)
+        return results if with_state else results[0]
+    return operators.with_state(*args) if with_state else operators.alone(*args)
+
+
+def _autocast(x):
+    """x in autocast's dtype where that is on; a filter may have a dtype of its own."""
+    kind = x.device.type
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return x
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+# ---- functions
 
 
 def causal_conv1d(
@@ -61,11 +286,8 @@ def causal_conv1d(
     >>> x.grad.shape
     torch.Size([2, 4, 10])
     """
-    options = {"activation": activation, "layout": layout, "seq_idx": seq_idx}
-    if not needs_grad(x, weight, bias, initial_state):
-        return convolution.causal_conv1d(x, weight, bias, initial_state=initial_state, **options)
-    y, _ = causal_conv1d_with_state(x, weight, bias, initial_state=initial_state, **options)
-    return y
+    index = indices("seq_idx", seq_idx)
+    return _convolve(BY_ROW, False, x, weight, bias, initial_state, index, activation, layout)
 
 
 def causal_conv1d_with_state(
@@ -81,12 +303,8 @@ def causal_conv1d_with_state(
     >>> state.shape
     torch.Size([2, 4, 2])
     """
-    options = {"activation": activation, "layout": layout, "seq_idx": seq_idx}
-    if needs_grad(x, weight, bias, initial_state):
-        return _CausalConv1d.apply(_BY_ROW, x, weight, bias, initial_state, options)
-    return convolution.causal_conv1d_with_state(
-        x, weight, bias, initial_state=initial_state, **options
-    )
+    index = indices("seq_idx", seq_idx)
+    return _convolve(BY_ROW, True, x, weight, bias, initial_state, index, activation, layout)
 
 
 def causal_conv1d_varlen(x, weight, bias=None, *, cu_seqlens, activation=None, initial_state=None):
@@ -101,11 +319,8 @@ def causal_conv1d_varlen(x, weight, bias=None, *, cu_seqlens, activation=None, i
     >>> x.grad[:, 0]
     tensor([3., 3., 3., 3., 3., 2., 1., 3., 2., 1.])
     """
-    options = {"cu_seqlens": cu_seqlens, "activation": activation}
-    if not needs_grad(x, weight, bias, initial_state):
-        return packed.causal_conv1d_varlen(x, weight, bias, initial_state=initial_state, **options)
-    y, _ = _CausalConv1d.apply(_PACKED, x, weight, bias, initial_state, options)
-    return y
+    index = indices("cu_seqlens", cu_seqlens)
+    return _convolve(PACKED, False, x, weight, bias, initial_state, index, activation)
 
 
 def causal_conv1d_varlen_with_state(
@@ -122,12 +337,8 @@ def causal_conv1d_varlen_with_state(
     >>> state.shape
     torch.Size([2, 4, 2])
     """
-    options = {"cu_seqlens": cu_seqlens, "activation": activation}
-    if needs_grad(x, weight, bias, initial_state):
-        return _CausalConv1d.apply(_PACKED, x, weight, bias, initial_state, options)
-    return packed.causal_conv1d_varlen_with_state(
-        x, weight, bias, initial_state=initial_state, **options
-    )
+    index = indices("cu_seqlens", cu_seqlens)
+    return _convolve(PACKED, True, x, weight, bias, initial_state, index, activation)
 
 
 def causal_conv1d_update(
@@ -153,18 +364,16 @@ def causal_conv1d_update(
     torch.Size([2, 4])
     """
     options = {"activation": activation, "layout": layout}
+    for name, y in ("x", x), ("state", state), ("weight", weight):
+        tensor(name, y)
     if not needs_grad(x, state, weight, bias):
-        y = step.causal_conv1d_update(
-            x,
-            state,
-            weight,
-            bias,
-            cache_seqlens=cache_seqlens,
-            state_indices=state_indices,
-            **options,
+        seqlens, rows = (
+            indices("cache_seqlens", cache_seqlens),
+            indices("state_indices", state_indices),
         )
-        if not state.is_inference():  # who saved the state for a backward must notice the write
-            torch.autograd.graph.increment_version(state)
+        y = UPDATE(x, state, weight, bias, seqlens, rows, activation, layout)
+        if not torch.compiler.is_compiling() and not state.is_inference():
+            torch.autograd.graph.increment_version(state)  # for who saved it for a backward
         return y
     for name, value in ("cache_seqlens", cache_seqlens), ("state_indices", state_indices):
         if value is not None:

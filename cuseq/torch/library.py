@@ -1,0 +1,123 @@
+"""torch.ops.cuseq: what compilers, exporters and function transforms are told of an operator."""
+
+from functools import partial
+
+import torch
+
+from cuseq.runtime import checks
+
+LIBRARY = torch.library.Library("cuseq", "DEF")
+
+
+def define(schema, function, fake, vmap=None):
+    """A torch op of this schema, without autograd, which is the caller's.
+
+    Args:
+        schema: as torch.library takes it, ``name(Tensor x, ...) -> Tensor``.
+        function: what it does, on any device.
+        fake: the same with results that are allocated alone.
+        vmap: the batching rule, taking the op first, then what torch.library.register_vmap says.
+    """
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    op = getattr(torch.ops.cuseq, name).default
+    torch.library.register_fake(op, fake, lib=LIBRARY)
+    torch.library.register_vmap(op, partial(vmap or one_by_one, op), lib=LIBRARY)
+    return op
+
+
+def one_by_one(op, info, in_dims, *args):
+    """The batching rule of what is done one after the other."""
+    results = []
+    for k in range(info.batch_size):
+        pairs = zip(args, in_dims, strict=True)
+        results.append(op(*(x if dim is None else x.select(dim, k) for x, dim in pairs)))
+    if isinstance(results[0], torch.Tensor):
+        return torch.stack(results), 0
+    results = tuple(map(torch.stack, zip(*results, strict=True)))
+    return results, (0,) * len(results)
+
+
+def needs_grad(*tensors):
+    """Whether autograd follows one of these tensors."""
+    return torch.is_grad_enabled() and any(
+        isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
+    )
+
+
+def through(function, in_transforms, *tensors):
+    """The autograd function that a call on these tensors goes through, or None.
+
+    That is `in_transforms`, set up apart, under torch.func's transforms and in forward mode.
+    """
+    if not torch.compiler.is_compiling():
+        forward_mode = torch.autograd.forward_ad._current_level >= 0
+        if forward_mode or torch._C._are_functorch_transforms_active():
+            return in_transforms
+    return function if needs_grad(*tensors) else None
+
+
+def tensor(name, x):
+    """x, which has to be a tensor."""
+    if not isinstance(x, torch.Tensor):
+        remedy = f"pass torch.as_tensor({name})"
+        raise TypeError(checks.sentence(name, "a torch.Tensor", type(x).__name__, remedy))
+    return x
+
+
+def indices(name, x):
+    """Integers as a tensor: what is no tensor on the host, where values are checked."""
+    if x is None or isinstance(x, torch.Tensor):
+        return x
+    try:
+        integers = torch.as_tensor(x)
+    except (TypeError, ValueError) as wrong:
+        expected = "integers in rows of one length"
+        raise type(wrong)(checks.sentence(name, expected, "others", f"convert {name}")) from wrong
+    return integers if integers.numel() else integers.to(torch.int64)
+
+
+@staticmethod
+def no_forward_mode(ctx, *tangents):
+    """The jvp of an autograd function."""
+    raise NotImplementedError(
+        checks.sentence(
+            ctx.name,
+            "derivatives in reverse mode",
+            "forward mode",
+            "use torch.func.grad, vjp or jacrev",
+        )
+    )
+
+
+class NoSecondDerivative(torch.autograd.Function):
+    """An op that computes a first derivative; to differentiate it again raises."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(name, op, *args):
+        return op(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.name = inputs[0]
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise NotImplementedError(
+            checks.sentence(
+                ctx.name,
+                "a first derivative in this release",
+                "a second one",
+                "differentiate once, or detach the first derivative",
+            )
+        )
+
+
+def first_derivative(name, op, *args):
+    """An op's result, which can not be differentiated again."""
+    if torch.is_grad_enabled():
+        return NoSecondDerivative.apply(name, op, *args)
+    return op(*args)
