@@ -7,6 +7,7 @@
 with prediction (B, N, D) and target (B, M, D) on CUDA or the CPU.
 """
 
+from cuseq.torch.causal_conv1d_layer import CausalConv1d
 from cuseq.torch.convolution import (
     causal_conv1d,
     causal_conv1d_update,
@@ -14,10 +15,11 @@ from cuseq.torch.convolution import (
     causal_conv1d_varlen_with_state,
     causal_conv1d_with_state,
 )
-from cuseq.torch.modules import SoftDTWLoss
 from cuseq.torch.series import soft_dtw, soft_dtw_from_cost
+from cuseq.torch.soft_dtw_loss import SoftDTWLoss
 
 __all__ = [
+    "CausalConv1d",
     "SoftDTWLoss",
     "causal_conv1d",
     "causal_conv1d_update",

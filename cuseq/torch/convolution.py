@@ -10,6 +10,8 @@ from cuseq.ops import causal_conv1d_update as step
 from cuseq.ops import causal_conv1d_varlen as packed
 from cuseq.runtime import checks
 from cuseq.torch.library import (
+    autocast_dtype,
+    cast,
     define,
     first_derivative,
     indices,
@@ -263,10 +265,8 @@ def _convolve(operators, with_state, x, weight, bias, initial_state, *rest):
 
 def _autocast(x):
     """x in autocast's dtype where that is on; a filter may have a dtype of its own."""
-    kind = x.device.type
-    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        return x
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+    dtype = autocast_dtype(x)
+    return cast(dtype, x)[0] if dtype else x
 
 
 # ---- functions
@@ -366,6 +366,7 @@ def causal_conv1d_update(
     options = {"activation": activation, "layout": layout}
     for name, y in ("x", x), ("state", state), ("weight", weight):
         tensor(name, y)
+    x = _autocast(x)
     if not needs_grad(x, state, weight, bias):
         seqlens, rows = (
             indices("cache_seqlens", cache_seqlens),

@@ -1,5 +1,6 @@
 """torch.ops.cuseq: what compilers, exporters and function transforms are told of an operator."""
 
+import contextlib
 from functools import partial
 
 import torch
@@ -121,3 +122,28 @@ def first_derivative(name, op, *args):
     if torch.is_grad_enabled():
         return NoSecondDerivative.apply(name, op, *args)
     return op(*args)
+
+
+# ---- autocast
+
+
+def autocast_dtype(x):
+    """The dtype of autocast on the device of x, or None where it is off."""
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return None
+
+
+def no_autocast(x):
+    """Autocast switched off on the device of x."""
+    if autocast_dtype(x):
+        return torch.autocast(x.device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def cast(dtype, *tensors):
+    """The tensors in the dtype, but float64 and what is not floating, which autocast leaves."""
+    return tuple(
+        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors
+    )

@@ -9,6 +9,8 @@ from cuseq.ops import soft_dtw as alignment
 from cuseq.ops import soft_dtw_from_cost as from_cost
 from cuseq.runtime import checks
 from cuseq.torch.library import (
+    autocast_dtype,
+    cast,
     define,
     first_derivative,
     needs_grad,
@@ -185,6 +187,13 @@ def _values(ops, tensors, cost, options):
         named = dict(zip(("cost",), cost, strict=False)) | options
         core = getattr(ops.operator.core, ops.operator.name)
         return core(*(x.detach() for x in tensors), **named)
+    if autocast_dtype(tensors[0]):
+        tensors = cast(torch.float32, *tensors)
+    if len(tensors) == 2 and tensors[0] is tensors[1]:
+        tensors = (
+            tensors[0],
+            tensors[1].view_as(tensors[1]),
+        )  # for compilers, which refuse one twice
     args = *tensors, *cost, *flat
     if function := through(_SoftDTW, _SoftDTWInTransforms, *tensors):
         return function.apply(ops, *args)[0]
