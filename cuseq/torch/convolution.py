@@ -257,7 +257,8 @@ def _convolve(operators, with_state, x, weight, bias, initial_state, *rest):
             tensor(name, y)
     args = _autocast(x), weight, bias, initial_state, *rest
     followed = x, weight, bias, initial_state
-    if function := through(_CausalConv1d, _CausalConv1dInTransforms, *followed):
+    function = through(_CausalConv1d, _CausalConv1dInTransforms, *followed)
+    if function is not None:
         results = function.apply(operators, *args)
         return results if with_state else results[0]
     return operators.with_state(*args) if with_state else operators.alone(*args)

@@ -130,7 +130,7 @@ def first_derivative(name, op, *args):
 def autocast_dtype(x):
     """The dtype of autocast on the device of x, or None where it is off."""
     kind = x.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     return None
 

@@ -195,7 +195,8 @@ def _values(ops, tensors, cost, options):
             tensors[1].view_as(tensors[1]),
         )  # for compilers, which refuse one twice
     args = *tensors, *cost, *flat
-    if function := through(_SoftDTW, _SoftDTWInTransforms, *tensors):
+    function = through(_SoftDTW, _SoftDTWInTransforms, *tensors)
+    if function is not None:
         return function.apply(ops, *args)[0]
     return ops.values(*args)
 
