@@ -178,16 +178,17 @@ def test_a_compiled_update_writes_its_state(place, dynamic):
 
 @every_device
 def test_exported(place):
-    _, weight, bias, _ = convolution(place)
+    x, weight, bias, _ = convolution(place)
+    a, b = series(place)
 
     class Model(torch.nn.Module):
-        def forward(self, x, a, b):
+        def forward(self, x, weight, bias, a, b):
             y = adapter.causal_conv1d(x, weight, bias, activation="silu")
             return y, adapter.soft_dtw(a, b, bandwidth=3)
 
-    x, (a, b) = convolution(place)[0], series(place)
-    exported = torch.export.export(Model(), (x, a, b)).module()
-    assert_same(exported(x, a, b), Model()(x, a, b))
+    args = x, weight, bias, a, b
+    exported = torch.export.export(Model(), args).module()
+    assert_same(exported(*args), Model()(*args))
 
 
 # Transforms

@@ -33,8 +33,8 @@ MOST = 2**62  # that a torch op takes as an integer
 def _flat(options):
     """Options as torch ops take them; None if one of them is nothing that they take."""
     flat = []
-    for name in NAMES:
-        value, kind = options[name], Real if name == "gamma" else Integral
+    for name, value in zip(NAMES, options, strict=True):
+        kind = Real if name == "gamma" else Integral
         if isinstance(value, (list, tuple, range)):
             try:
                 value = torch.as_tensor(value, dtype=torch.float64 if kind is Real else None)
@@ -161,9 +161,10 @@ class _SoftDTW(torch.autograd.Function):
             args[place] = x
         grads = first_derivative(ctx.name, ctx.ops.backward, grad_values, values, kept, *args)
         grads = (grads,) if isinstance(grads, torch.Tensor) else grads
-        wanted = zip(grads, ctx.needs_input_grad[1:], strict=False)
+        count = len(grads)
+        wanted = zip(grads, ctx.needs_input_grad[1 : count + 1], strict=True)
         grads = (grad if needed else None for grad, needed in wanted)
-        return None, *grads, *(None for _ in args[ctx.ops.operator.count :])
+        return None, *grads, *(None for _ in args[count:])
 
 
 class _SoftDTWInTransforms(_SoftDTW):
@@ -180,11 +181,14 @@ class _SoftDTWInTransforms(_SoftDTW):
 
 
 def _values(ops, tensors, cost, options):
-    """Values, differentiable by the tensors. `cost`: its name, if the operator takes one."""
-    _refuse_gradient_of_gamma(options["gamma"])
+    """Values, differentiable by the tensors. `cost`: its name, if the operator takes one.
+
+    `options`: in the order of NAMES.
+    """
+    _refuse_gradient_of_gamma(options[0])
     flat = _flat(options)
     if flat is None:  # the core says what is wrong
-        named = dict(zip(("cost",), cost, strict=False)) | options
+        named = dict(zip(("cost", *NAMES)[-len(cost + options) :], cost + options, strict=True))
         core = getattr(ops.operator.core, ops.operator.name)
         return core(*(x.detach() for x in tensors), **named)
     if autocast_dtype(tensors[0]):
@@ -221,9 +225,7 @@ def soft_dtw(
     tensor([-4.0001, -2.2852, 10.1643])
     """
     tensors = tensor("a", a), tensor("b", b)
-    options = {"gamma": gamma, "bandwidth": bandwidth}
-    options |= {"lengths_a": lengths_a, "lengths_b": lengths_b}
-    return _values(SERIES, tensors, (cost,), options)
+    return _values(SERIES, tensors, (cost,), (gamma, bandwidth, lengths_a, lengths_b))
 
 
 def soft_dtw_from_cost(C, *, gamma=1.0, bandwidth=None, lengths_a=None, lengths_b=None):
@@ -239,9 +241,7 @@ def soft_dtw_from_cost(C, *, gamma=1.0, bandwidth=None, lengths_a=None, lengths_
     tensor([[1.0000, 0.3333],
             [0.3333, 1.0000]])
     """
-    options = {"gamma": gamma, "bandwidth": bandwidth}
-    options |= {"lengths_a": lengths_a, "lengths_b": lengths_b}
-    return _values(COSTS, (tensor("C", C),), (), options)
+    return _values(COSTS, (tensor("C", C),), (), (gamma, bandwidth, lengths_a, lengths_b))
 
 
 def _refuse_gradient_of_gamma(gamma):
