@@ -51,9 +51,27 @@ def poisoned(monkeypatch):
     """Fill every output and scratch with NaN before it is used, so that a gap in it shows."""
     empty = arrays.empty
 
-    def poisoned_empty(shape, dtype, like):
-        array = empty(shape, dtype, like)
+    def poisoned_empty(*args):
+        array = empty(*args)
         frameworks.poison(array)
         return array
 
     monkeypatch.setattr(arrays, "empty", poisoned_empty)
+    for library in arrays.CuPy, arrays.Torch:
+        monkeypatch.setattr(library, "allocator", poisoning(library, library.allocator))
+
+
+def poisoning(library, allocator):
+    """What allocates for a call that is replayed, and poisons."""
+
+    def of(array):
+        allocate = allocator(array)
+
+        def poisoned_owner():
+            owner = allocate()
+            frameworks.poison(library.borrow("", owner, ""))
+            return owner
+
+        return poisoned_owner
+
+    return staticmethod(of)

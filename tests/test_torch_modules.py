@@ -156,7 +156,9 @@ def test_shapes_of_series(place, normalize, cost):
 
 
 @every_device
-@pytest.mark.parametrize("options", [{"normalize": True}, {"cost": squares}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"normalize": True}, {"cost": squares}], ids=["divergence", "callable"]
+)
 def test_reductions(place, options):
     x, y = followed(place, 3, 5, 2), plain(place, 3, 4, 2, seed=1)
     values, mean, total = (

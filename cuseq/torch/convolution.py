@@ -43,8 +43,7 @@ def _forward(core, x, weight, bias, initial_state, options):
 
 def _backward(core, grad_y, grad_final_state, x, weight, bias, initial_state, options):
     states = {"initial_state": initial_state, "grad_final_state": grad_final_state}
-    gradients = core(grad_y, x, weight, bias, **states, **options)
-    return tuple(x.new_empty(0) if gradient is None else gradient for gradient in gradients)
+    return tuple(core(grad_y, x, weight, bias, **states, **options))
 
 
 def _like_x(x, layout="packed"):
@@ -210,20 +209,22 @@ UPDATE = define(
 
 
 def _keep(ctx, inputs):
-    ctx.operators, x, weight, bias, initial_state, index, *ctx.options = inputs
+    _, ctx.operators, x, weight, bias, initial_state, index, *ctx.options = inputs
     ctx.name = ctx.operators.name
     ctx.save_for_backward(x, weight, bias, initial_state, index)
     ctx.set_materialize_grads(False)
 
 
 class _CausalConv1d(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, operators, *args):
-        _keep(ctx, (operators, *args))
-        return operators.with_state(*args)
+    """Of an op that gives y, or y and the final state."""
 
     @staticmethod
-    def backward(ctx, grad_y, grad_final_state):
+    def forward(ctx, op, operators, *args):
+        _keep(ctx, (op, operators, *args))
+        return op(*args)
+
+    @staticmethod
+    def backward(ctx, grad_y, grad_final_state=None):
         x, weight, bias, initial_state, index = ctx.saved_tensors
         grads = first_derivative(
             ctx.name,
@@ -234,7 +235,7 @@ class _CausalConv1d(torch.autograd.Function):
         )
         given = x, weight, bias, initial_state
         wanted = (None if y is None else grad for y, grad in zip(given, grads, strict=True))
-        return None, *wanted, None, *(None for _ in ctx.options)
+        return None, None, *wanted, None, *(None for _ in ctx.options)
 
 
 class _CausalConv1dInTransforms(_CausalConv1d):
@@ -242,8 +243,8 @@ class _CausalConv1dInTransforms(_CausalConv1d):
     jvp = no_forward_mode
 
     @staticmethod
-    def forward(operators, *args):
-        return operators.with_state(*args)
+    def forward(op, operators, *args):
+        return op(*args)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -252,16 +253,18 @@ class _CausalConv1dInTransforms(_CausalConv1d):
 
 def _convolve(operators, with_state, x, weight, bias, initial_state, *rest):
     """y, with the final state if that is wanted."""
-    for name, y in ("x", x), ("weight", weight), ("bias", bias), ("initial_state", initial_state):
-        if y is not None or name in ("x", "weight"):
-            tensor(name, y)
-    args = _autocast(x), weight, bias, initial_state, *rest
-    followed = x, weight, bias, initial_state
+    tensor("x", x)
+    tensor("weight", weight)
+    if bias is not None:
+        tensor("bias", bias)
+    if initial_state is not None:
+        tensor("initial_state", initial_state)
+    op = operators.with_state if with_state else operators.alone
+    followed = _autocast(x), weight, bias, initial_state
     function = through(_CausalConv1d, _CausalConv1dInTransforms, *followed)
-    if function is not None:
-        results = function.apply(operators, *args)
-        return results if with_state else results[0]
-    return operators.with_state(*args) if with_state else operators.alone(*args)
+    if function is None:
+        return op(*followed, *rest)
+    return function.apply(op, operators, *followed, *rest)
 
 
 def _autocast(x):
@@ -365,8 +368,9 @@ def causal_conv1d_update(
     torch.Size([2, 4])
     """
     options = {"activation": activation, "layout": layout}
-    for name, y in ("x", x), ("state", state), ("weight", weight):
-        tensor(name, y)
+    tensor("x", x)
+    tensor("state", state)
+    tensor("weight", weight)
     x = _autocast(x)
     if not needs_grad(x, state, weight, bias):
         seqlens, rows = (

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from cuseq.runtime import checks
+from cuseq.runtime.replay import replayed
 
 LIBRARY = torch.library.Library("cuseq", "DEF")
 
@@ -14,18 +15,50 @@ def define(schema, function, fake, vmap=None):
     """A torch op of this schema, without autograd, which is the caller's.
 
     Args:
-        schema: as torch.library takes it, ``name(Tensor x, ...) -> Tensor``.
-        function: what it does, on any device.
+        schema: as torch.library takes it, ``name(Tensor x, ...) -> Tensor``. Its tensors have the
+            names by which `function` borrows them.
+        function: what it does, on any device. A None among its results is, of the op, a tensor
+            without elements.
         fake: the same with results that are allocated alone.
         vmap: the batching rule, taking the op first, then what torch.library.register_vmap says.
+
+    Returns:
+        The op as a function. A call that can be replayed does not go through torch's dispatcher
+        where nobody listens there, and returns None as it is.
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     op = getattr(torch.ops.cuseq, name).default
+    function = replayed(function, [argument.name for argument in op._schema.arguments])
+
+    def without_none(*args):
+        results = function(*args)
+        if not isinstance(results, tuple):
+            return results
+        return tuple(args[0].new_empty(0) if result is None else result for result in results)
+
+    def call(*args):
+        if not _observed():
+            recording, _, addresses = function.find(*args)
+            if recording:
+                return recording.again(addresses)
+        return op(*args)
+
+    LIBRARY.impl(name, without_none, "CompositeExplicitAutograd")
     torch.library.register_fake(op, fake, lib=LIBRARY)
     torch.library.register_vmap(op, partial(vmap or one_by_one, op), lib=LIBRARY)
-    return op
+    return call
+
+
+def _observed():
+    """Whether a compiler, a tracer, a transform, a mode or a profiler wants to see torch ops."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._is_tracing()
+        or torch.autograd._profiler_enabled()
+    )
 
 
 def one_by_one(op, info, in_dims, *args):
@@ -42,9 +75,11 @@ def one_by_one(op, info, in_dims, *args):
 
 def needs_grad(*tensors):
     """Whether autograd follows one of these tensors."""
-    return torch.is_grad_enabled() and any(
-        isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
-    )
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                return True
+    return False
 
 
 def through(function, in_transforms, *tensors):

@@ -23,7 +23,7 @@ from cuseq.torch.library import (
 
 NAMES = "gamma", "bandwidth", "lengths_a", "lengths_b"
 OPTIONS = (
-    "float? gamma, Tensor? gammas, int? bandwidth, Tensor? bandwidths,"
+    "float? one_gamma, Tensor? gamma, int? one_bandwidth, Tensor? bandwidth,"
     " int? length_a, Tensor? lengths_a, int? length_b, Tensor? lengths_b"
 )
 FLAT = 2 * len(NAMES)
@@ -76,10 +76,9 @@ class Operator(NamedTuple):
         return getattr(self.core, self.name)(*tensors, **options)
 
     def keeping(self, *args):
-        """Values, and what is kept: empty on the host, where nothing is."""
+        """Values, and what is kept: None on the host, where nothing is."""
         tensors, options = self.split(args)
-        values, kept = self.core.forward_keeping(*tensors, **options)
-        return values, tensors[0].new_empty(0, dtype=torch.uint8) if kept is None else kept
+        return self.core.forward_keeping(*tensors, **options)
 
     def backward(self, grad_values, values, kept, *args):
         tensors, options = self.split(args)
@@ -95,8 +94,11 @@ class Operator(NamedTuple):
         return tensors[0].new_empty(([n for n in batches if n != 1] or batches)[:1], dtype=dtype)
 
     def fake_keeping(self, *args):
-        size = torch.library.get_ctx().new_dynamic_size() if args[0].is_cuda else 0
-        return self.fake_values(*args), args[0].new_empty(size, dtype=torch.uint8)
+        values = self.fake_values(*args)
+        if not args[0].is_cuda:
+            return values, args[0].new_empty(0)
+        size = torch.library.get_ctx().new_dynamic_size()
+        return values, args[0].new_empty(size, dtype=torch.uint8)
 
     def fake_backward(self, grad_values, values, kept, *args):
         grads = tuple(x.new_empty(x.shape) for x in args[: self.count])
