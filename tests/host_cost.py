@@ -11,20 +11,21 @@ import torch
 
 import cuseq.torch
 
-CALLS, ROUNDS = 100, 15  # few enough calls of a round for the queue of launches
+CALLS, ROUNDS = 100, 30  # few enough calls of a round for the queue of launches
 
 
-def cost(call):
-    """Microseconds of a call, the median of rounds."""
-    rounds = []
+def costs(*calls):
+    """Microseconds of each call, the median of rounds, in which they take turns."""
+    rounds = {call: [] for call in calls}
     for _ in range(ROUNDS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        rounds.append((time.perf_counter() - start) / CALLS * 1e6)
+        for call in calls:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            rounds[call].append((time.perf_counter() - start) / CALLS * 1e6)
     torch.cuda.synchronize()
-    return statistics.median(rounds[ROUNDS // 3 :])
+    return [statistics.median(times[ROUNDS // 3 :]) for times in rounds.values()]
 
 
 def peer():
@@ -80,8 +81,9 @@ def main():
     have_peer = peer() is not None
     print("| us a call | cuseq | causal-conv1d | ratio |\n|---|---|---|---|")
     for what, ours, theirs in (*convolutions(), *losses()):
-        own, other = cost(ours), cost(theirs) if theirs and have_peer else float("nan")
-        print(f"| {what} | {own:.1f} | {other:.1f} | {own / other:.2f} |", flush=True)
+        own, *other = costs(ours, theirs) if theirs and have_peer else costs(ours)
+        beside = f"{other[0]:.1f} | {own / other[0]:.2f}" if other else "- | -"
+        print(f"| {what} | {own:.1f} | {beside} |", flush=True)
 
 
 if __name__ == "__main__":

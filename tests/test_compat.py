@@ -727,7 +727,8 @@ def test_soft_dtw_dtypes(place, dtype, lengths, bandwidth):
     values = soft.SoftDTW(False, gamma=0.5, bandwidth=bandwidth)(X, Y)
     wanted = by_pairs(x, y, squares, 0.5, bandwidth or 0)
     assert values.dtype == (torch.float64 if dtype == "float64" else torch.float32)
-    assert_close(place.numpy(values), place.numpy(wanted), "soft_dtw.value")
+    # The values cancel: costs of about 1 a cell against the logarithm of the number of paths.
+    assert_close(place.numpy(values), place.numpy(wanted), "soft_dtw.value", scale=sum(lengths))
     got = torch.autograd.grad(values.sum(), (X, Y))
     expected = torch.autograd.grad(wanted.sum(), (x, y))
     for name, gradient, exact_gradient in zip("XY", got, expected, strict=True):

@@ -1,6 +1,7 @@
 """cuseq.torch under compilers, exporters, function transforms, checkpoints and hooks."""
 
 import copy
+from functools import partial
 
 import pytest
 
@@ -11,8 +12,8 @@ torch = pytest.importorskip("torch")
 adapter = pytest.importorskip("cuseq.torch")
 
 every_device = over([TORCH_CPU, TORCH_CUDA])
-SEQUENCES = [[0, 0, 0, 0, 1, 1, 1, -1, 2]] * 3
-OPTIONS = 0.5, None, None, None, None, None, None, None  # gamma 0.5, and none of the others
+SEQUENCES, STARTS = [[0, 0, 0, 0, 1, 1, 1, -1, 2]] * 3, [0, 2, 2, 9]
+NONE, NUMBERS = (None,) * 4, (0.5, None, None, None)  # gamma 0.5, and none of the other options
 
 
 def sample(place, *shape, seed=0):
@@ -36,16 +37,16 @@ def by_row(x, weight, bias, state):
     return y.square().sum() + after.sin().sum()
 
 
-def by_column(x, weight, bias, state):
+def by_column(x, weight, bias, state, seq_idx=SEQUENCES):
     y = adapter.causal_conv1d(
-        x.transpose(1, 2), weight, bias, layout="bld", initial_state=state, seq_idx=SEQUENCES
+        x.transpose(1, 2), weight, bias, layout="bld", initial_state=state, seq_idx=seq_idx
     )
     return y.square().sum()
 
 
-def packed(x, weight, bias, state):
+def packed(x, weight, bias, state, cu_seqlens=STARTS):
     y, after = adapter.causal_conv1d_varlen_with_state(
-        x[0].T, weight, bias, cu_seqlens=[0, 2, 2, 9], initial_state=state
+        x[0].T, weight, bias, cu_seqlens=cu_seqlens, initial_state=state
     )
     return y.square().sum() + after.sin().sum()
 
@@ -103,14 +104,14 @@ def calls(place):
         ops.causal_conv1d_update,
         (x[:, :, 0], state.clone(), *filters[1:], None, None, None, "bdl"),
     )
-    yield ops.soft_dtw, (a, b[:1], "euclidean", *OPTIONS)
-    yield ops.soft_dtw, (a[0], b[0], "sqeuclidean", *OPTIONS)
-    yield ops.soft_dtw_keeping, (a, b, "sqeuclidean", *OPTIONS)
-    values, kept = ops.soft_dtw_keeping(a, b, "sqeuclidean", *OPTIONS)
-    yield ops.soft_dtw_backward, (values, values, kept, a, b, "sqeuclidean", *OPTIONS)
-    yield ops.soft_dtw_from_cost, (costs, *OPTIONS)
-    values, kept = ops.soft_dtw_from_cost_keeping(costs, *OPTIONS)
-    yield ops.soft_dtw_from_cost_backward, (values, values, kept, costs, *OPTIONS)
+    yield ops.soft_dtw, (a, b[:1], *NONE, "euclidean", *NUMBERS)
+    yield ops.soft_dtw, (a[0], b[0], *NONE, "sqeuclidean", *NUMBERS)
+    yield ops.soft_dtw_keeping, (a, b, *NONE, "sqeuclidean", *NUMBERS)
+    values, kept = ops.soft_dtw_keeping(a, b, *NONE, "sqeuclidean", *NUMBERS)
+    yield ops.soft_dtw_backward, (values, values, kept, a, b, *NONE, "sqeuclidean", *NUMBERS)
+    yield ops.soft_dtw_from_cost, (costs, *NONE, *NUMBERS)
+    values, kept = ops.soft_dtw_from_cost_keeping(costs, *NONE, *NUMBERS)
+    yield ops.soft_dtw_from_cost_backward, (values, values, kept, costs, *NONE, *NUMBERS)
 
 
 @every_device
@@ -351,7 +352,14 @@ def test_autocast(place, dtype):
 @pytest.mark.gpu
 @every_function
 def test_a_step_in_a_cuda_graph(function):
-    """Forward and backward, captured once and replayed on other numbers."""
+    """Forward and backward, captured once and replayed on other numbers.
+
+    A copy from the host can not be captured, so indices are on the device before.
+    """
+    indices = {by_column: ("seq_idx", SEQUENCES), packed: ("cu_seqlens", STARTS)}
+    if function in indices:
+        name, index = indices[function]
+        function = partial(function, **{name: torch.tensor(index, device="cuda")})
     tensors = convolution(TORCH_CUDA)
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
     side = torch.cuda.Stream()

@@ -164,6 +164,11 @@ def forward_keeping(a, b, **options):
     return arrays.give_back(values, a), kept and arrays.give_back(kept, a)
 
 
+def kept_size(a, b, **options):
+    """For adapters: bytes of what `forward_keeping` keeps on a CUDA device."""
+    return engine.kept_size(borrow("soft_dtw", a, b, **options), SERIES)
+
+
 def backward(grad_values, a, b, values, kept, **options):
     """For adapters: (grad_a, grad_b) of ``sum(grad_values * values)``.
 

@@ -93,6 +93,11 @@ def forward_keeping(C, **options):
     return arrays.give_back(values, C), kept and arrays.give_back(kept, C)
 
 
+def kept_size(C, **options):
+    """For adapters: bytes of what `forward_keeping` keeps on a CUDA device."""
+    return engine.kept_size(borrow_cost("soft_dtw_from_cost", C, **options), ALIGNMENT)
+
+
 def backward(grad_values, C, values, kept, **options):
     """For adapters: the gradient of ``sum(grad_values * values)`` by C."""
     call = borrow_cost("soft_dtw_from_cost", C, **options)

@@ -66,6 +66,7 @@ class Array(NamedTuple):
 def borrow(name, x, operator):
     """Borrow argument `name` of `operator`: an `Array` over the memory of any library's array.
 
+    An `Array` is as it is, also one without memory, of which to plan a call.
     Raises TypeError for what is no array, for a JAX tracer and for arrays of no plain memory;
     ValueError for a tensor that autograd follows and for devices other than the host and CUDA.
     """
@@ -219,9 +220,10 @@ class CuPy:
         return Array(x.data.ptr, x.shape, strides, x.dtype.name, x.device.id, x, CuPy)
 
     @staticmethod
-    def describe(x):
+    def describe(x, key, addresses):
         address = x.data.ptr
-        return address, (x.shape, x.strides, x.dtype, x.device.id, address % replay.ALIGNMENT)
+        addresses.append(address)
+        key += x.shape, x.strides, x.dtype, x.device.id, address % replay.ALIGNMENT
 
     @staticmethod
     def empty(shape, dtype, device, transposed=False):
@@ -301,16 +303,19 @@ class Torch:
         return Array(x.data_ptr(), tuple(x.shape), x.stride(), dtype, device, x, Torch)
 
     @staticmethod
-    def describe(x):
-        followed = x.requires_grad and sys.modules["torch"].is_grad_enabled()
-        if followed or not x.is_cuda or x.is_neg():
-            return None
+    def describe(x, key, addresses):
+        if (
+            not x.is_cuda
+            or x.is_neg()
+            or (x.requires_grad and sys.modules["torch"].is_grad_enabled())
+        ):
+            raise replay.NotDescribedError
         try:
             address = x.data_ptr()
-            alignment = address % replay.ALIGNMENT
-            return address, (x.shape, x.stride(), x.dtype, x.get_device(), alignment)
-        except RuntimeError:  # it has none: sparse, or of a function transform
-            return None
+            key += x.shape, x.stride(), x.dtype, x.get_device(), address % replay.ALIGNMENT
+        except RuntimeError as none:  # sparse, or of a function transform
+            raise replay.NotDescribedError from none
+        addresses.append(address)
 
     @staticmethod
     def empty(shape, dtype, device, transposed=False):
@@ -450,7 +455,17 @@ _LIBRARIES = (  # module, name of its array class, library
     ("torch", "Tensor", Torch),
     ("jax", "Array", JAX),
 )
-_library_of_type = {}
+
+
+class _Borrowed:
+    """The library of what was borrowed before."""
+
+    @staticmethod
+    def borrow(name, x, operator):
+        return x
+
+
+_library_of_type = {Array: _Borrowed}
 
 
 def _recognise(name, x, operator):

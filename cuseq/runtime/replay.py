@@ -19,8 +19,12 @@ from operator import itemgetter
 
 ALIGNMENT = 16  # bytes; what a plan knows of an address
 MOST = 1024  # recordings of an operator in a thread
-describers = {}  # by type of array; they return an address and a tuple, or None: do not record
+describers = {}  # by type of array: functions that append to a key and to addresses
 _PLAIN = {type(None), str, int, float}
+
+
+class NotDescribedError(Exception):
+    """A describer's: a call on this array runs in full."""
 
 
 class _Thread(threading.local):
@@ -61,18 +65,18 @@ def replayed(function, names=None):
     def find(*args, **options):
         """(recording or None, key or None, addresses)"""
         key, addresses = [*options], []
-        for value in (*args, *options.values()) if options else args:
-            kind = type(value)
-            if kind in _PLAIN:
-                key += kind, value  # 2.0 is no 2 for who wants an integer
-                continue
-            describe = describers.get(kind)
-            described = describe and describe(value)
-            if not described:
-                return None, None, ()
-            address, description = described
-            addresses.append(address)
-            key += description
+        try:
+            for value in (*args, *options.values()) if options else args:
+                kind = type(value)
+                describe = describers.get(kind)
+                if describe:
+                    describe(value, key, addresses)
+                elif kind in _PLAIN:
+                    key += kind, value  # 2.0 is no 2 for who wants an integer
+                else:
+                    return None, None, ()
+        except NotDescribedError:
+            return None, None, ()
         key = tuple(key)
         return recordings.known.get(key), key, addresses
 

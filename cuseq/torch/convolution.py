@@ -4,12 +4,14 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch.compiler import is_compiling
 
 from cuseq.ops import causal_conv1d as convolution
 from cuseq.ops import causal_conv1d_update as step
 from cuseq.ops import causal_conv1d_varlen as packed
 from cuseq.runtime import checks
 from cuseq.torch.library import (
+    alone,
     autocast_dtype,
     cast,
     define,
@@ -208,34 +210,43 @@ UPDATE = define(
 # ---- autograd
 
 
-def _keep(ctx, inputs):
-    _, ctx.operators, x, weight, bias, initial_state, index, *ctx.options = inputs
-    ctx.name = ctx.operators.name
-    ctx.save_for_backward(x, weight, bias, initial_state, index)
+class Call(NamedTuple):
+    """The ops of a call, forward and backward, and its options, which are no tensors."""
+
+    name: str
+    forward: object
+    backward: object
+    options: tuple
+
+
+def _keep(ctx, call, *tensors):
+    ctx.call, ctx.name = call, call.name
+    ctx.save_for_backward(*tensors)
     ctx.set_materialize_grads(False)
 
 
 class _CausalConv1d(torch.autograd.Function):
-    """Of an op that gives y, or y and the final state."""
+    """y, or y and the final state, of x, weight, bias, initial_state and index."""
 
     @staticmethod
-    def forward(ctx, op, operators, *args):
-        _keep(ctx, (op, operators, *args))
-        return op(*args)
+    def forward(ctx, call, *tensors):
+        _keep(ctx, call, *tensors)
+        return call.forward(*tensors, *call.options)
 
     @staticmethod
     def backward(ctx, grad_y, grad_final_state=None):
-        x, weight, bias, initial_state, index = ctx.saved_tensors
-        grads = first_derivative(
-            ctx.name,
-            ctx.operators.backward,
-            torch.zeros_like(x) if grad_y is None else grad_y,
-            grad_final_state,
-            *(x, weight, bias, initial_state, index, *ctx.options),
+        x, _, bias, initial_state, _ = tensors = ctx.saved_tensors
+        if grad_y is None:
+            grad_y = torch.zeros_like(x)
+        args = grad_y, grad_final_state, *tensors, *ctx.call.options
+        grads = first_derivative(ctx.name, ctx.call.backward, *args)
+        grad_x, grad_weight, grad_bias, grad_state = grads
+        return (
+            *(None, grad_x, grad_weight),
+            None if bias is None else grad_bias,
+            None if initial_state is None else grad_state,
+            None,
         )
-        given = x, weight, bias, initial_state
-        wanted = (None if y is None else grad for y, grad in zip(given, grads, strict=True))
-        return None, None, *wanted, None, *(None for _ in ctx.options)
 
 
 class _CausalConv1dInTransforms(_CausalConv1d):
@@ -243,28 +254,35 @@ class _CausalConv1dInTransforms(_CausalConv1d):
     jvp = no_forward_mode
 
     @staticmethod
-    def forward(op, operators, *args):
-        return op(*args)
+    def forward(call, *tensors):
+        return call.forward(*tensors, *call.options)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        _keep(ctx, inputs)
+        _keep(ctx, *inputs)
 
 
-def _convolve(operators, with_state, x, weight, bias, initial_state, *rest):
-    """y, with the final state if that is wanted."""
+def _convolve(operators, with_state, tensors, options):
+    """y, with the final state if that is wanted.
+
+    `tensors` are x, weight, bias, initial_state and the index.
+    """
+    op = operators.with_state if with_state else operators.alone
+    followed = needs_grad(*tensors)
+    if not followed and alone() and (results := op.replay(*tensors, *options)) is not None:
+        return results
+    x, weight, bias, initial_state, index = tensors
     tensor("x", x)
     tensor("weight", weight)
     if bias is not None:
         tensor("bias", bias)
     if initial_state is not None:
         tensor("initial_state", initial_state)
-    op = operators.with_state if with_state else operators.alone
-    followed = _autocast(x), weight, bias, initial_state
-    function = through(_CausalConv1d, _CausalConv1dInTransforms, *followed)
+    tensors = _autocast(x), weight, bias, initial_state, index
+    function = through(_CausalConv1d, _CausalConv1dInTransforms, followed)
     if function is None:
-        return op(*followed, *rest)
-    return function.apply(op, operators, *followed, *rest)
+        return op(*tensors, *options)
+    return function.apply(Call(operators.name, op, operators.backward, options), *tensors)
 
 
 def _autocast(x):
@@ -290,8 +308,8 @@ def causal_conv1d(
     >>> x.grad.shape
     torch.Size([2, 4, 10])
     """
-    index = indices("seq_idx", seq_idx)
-    return _convolve(BY_ROW, False, x, weight, bias, initial_state, index, activation, layout)
+    tensors = x, weight, bias, initial_state, indices("seq_idx", seq_idx, x)
+    return _convolve(BY_ROW, False, tensors, (activation, layout))
 
 
 def causal_conv1d_with_state(
@@ -307,8 +325,8 @@ def causal_conv1d_with_state(
     >>> state.shape
     torch.Size([2, 4, 2])
     """
-    index = indices("seq_idx", seq_idx)
-    return _convolve(BY_ROW, True, x, weight, bias, initial_state, index, activation, layout)
+    tensors = x, weight, bias, initial_state, indices("seq_idx", seq_idx, x)
+    return _convolve(BY_ROW, True, tensors, (activation, layout))
 
 
 def causal_conv1d_varlen(x, weight, bias=None, *, cu_seqlens, activation=None, initial_state=None):
@@ -323,8 +341,8 @@ def causal_conv1d_varlen(x, weight, bias=None, *, cu_seqlens, activation=None, i
     >>> x.grad[:, 0]
     tensor([3., 3., 3., 3., 3., 2., 1., 3., 2., 1.])
     """
-    index = indices("cu_seqlens", cu_seqlens)
-    return _convolve(PACKED, False, x, weight, bias, initial_state, index, activation)
+    tensors = x, weight, bias, initial_state, indices("cu_seqlens", cu_seqlens, x)
+    return _convolve(PACKED, False, tensors, (activation,))
 
 
 def causal_conv1d_varlen_with_state(
@@ -341,8 +359,8 @@ def causal_conv1d_varlen_with_state(
     >>> state.shape
     torch.Size([2, 4, 2])
     """
-    index = indices("cu_seqlens", cu_seqlens)
-    return _convolve(PACKED, True, x, weight, bias, initial_state, index, activation)
+    tensors = x, weight, bias, initial_state, indices("cu_seqlens", cu_seqlens, x)
+    return _convolve(PACKED, True, tensors, (activation,))
 
 
 def causal_conv1d_update(
@@ -367,20 +385,28 @@ def causal_conv1d_update(
     >>> cuseq.torch.causal_conv1d_update(torch.ones(2, 4), state, torch.ones(4, 3)).shape
     torch.Size([2, 4])
     """
-    options = {"activation": activation, "layout": layout}
-    tensor("x", x)
-    tensor("state", state)
-    tensor("weight", weight)
-    x = _autocast(x)
-    if not needs_grad(x, state, weight, bias):
-        seqlens, rows = (
-            indices("cache_seqlens", cache_seqlens),
-            indices("state_indices", state_indices),
-        )
-        y = UPDATE(x, state, weight, bias, seqlens, rows, activation, layout)
-        if not torch.compiler.is_compiling() and not state.is_inference():
-            torch.autograd.graph.increment_version(state)  # for who saved it for a backward
-        return y
+    given = x, state, weight, bias
+    rest = (
+        *(indices("cache_seqlens", cache_seqlens, x), indices("state_indices", state_indices, x)),
+        *(activation, layout),
+    )
+    followed = needs_grad(*given)
+    y = None if followed or not alone() else UPDATE.replay(*given, *rest)
+    if y is None:
+        tensor("x", x)
+        tensor("state", state)
+        tensor("weight", weight)
+        x = _autocast(x)
+        if followed:
+            return _update_followed(x, state, weight, bias, *rest)
+        y = UPDATE(x, state, weight, bias, *rest)
+    if not is_compiling() and not state.is_inference():
+        torch.autograd.graph.increment_version(state)  # for who saved it for a backward
+    return y
+
+
+def _update_followed(x, state, weight, bias, cache_seqlens, state_indices, activation, layout):
+    """As `causal_conv1d_update`, for autograd to follow."""
     for name, value in ("cache_seqlens", cache_seqlens), ("state_indices", state_indices):
         if value is not None:
             raise NotImplementedError(
@@ -392,7 +418,7 @@ def causal_conv1d_update(
                 )
             )
     tokens = x.unsqueeze(2 if layout == "bdl" else 1) if x.ndim == 2 else x
-    before = state.clone()
+    before, options = state.clone(), {"activation": activation, "layout": layout}
     y, after = causal_conv1d_with_state(tokens, weight, bias, initial_state=before, **options)
     state.copy_(after)
     return y.reshape(x.shape)

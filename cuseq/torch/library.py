@@ -2,8 +2,17 @@
 
 import contextlib
 from functools import partial
+from typing import NamedTuple
 
 import torch
+from torch._C import (
+    _are_functorch_transforms_active,
+    _is_any_autocast_enabled,
+    _is_tracing,
+    _len_torch_dispatch_stack,
+)
+from torch.autograd import _profiler_enabled, forward_ad
+from torch.compiler import is_compiling
 
 from cuseq.runtime import checks
 from cuseq.runtime.replay import replayed
@@ -22,9 +31,6 @@ def define(schema, function, fake, vmap=None):
         fake: the same with results that are allocated alone.
         vmap: the batching rule, taking the op first, then what torch.library.register_vmap says.
 
-    Returns:
-        The op as a function. A call that can be replayed does not go through torch's dispatcher
-        where nobody listens there, and returns None as it is.
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -37,27 +43,45 @@ def define(schema, function, fake, vmap=None):
             return results
         return tuple(args[0].new_empty(0) if result is None else result for result in results)
 
-    def call(*args):
-        if not _observed():
-            recording, _, addresses = function.find(*args)
-            if recording:
-                return recording.again(addresses)
-        return op(*args)
-
     LIBRARY.impl(name, without_none, "CompositeExplicitAutograd")
     torch.library.register_fake(op, fake, lib=LIBRARY)
     torch.library.register_vmap(op, partial(vmap or one_by_one, op), lib=LIBRARY)
-    return call
+
+    return Op(op, function.find)
 
 
-def _observed():
-    """Whether a compiler, a tracer, a transform, a mode or a profiler wants to see torch ops."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._is_tracing()
-        or torch.autograd._profiler_enabled()
+class Op(NamedTuple):
+    """A torch op, and the way past torch's dispatcher to calls that can be replayed.
+
+    On this way None is returned where the op returns a tensor without elements.
+    """
+
+    op: object
+    find: object
+
+    def __call__(self, *args):
+        results = self.replay(*args) if alone() else None
+        return self.op(*args) if results is None else results
+
+    def replay(self, *args):
+        """The results of a call whose like was seen before, else None. Only where `alone()`."""
+        recording, _, addresses = self.find(*args)
+        return recording and recording.again(addresses)
+
+
+def alone():
+    """Whether only autograd sees the ops of a call: no compiler, tracer, transform, mode, autocast.
+
+    A profiler wants to see them too.
+    """
+    return not (
+        is_compiling()
+        or _len_torch_dispatch_stack()
+        or _are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or _is_any_autocast_enabled()
+        or _is_tracing()
+        or _profiler_enabled()
     )
 
 
@@ -82,16 +106,16 @@ def needs_grad(*tensors):
     return False
 
 
-def through(function, in_transforms, *tensors):
-    """The autograd function that a call on these tensors goes through, or None.
+def through(function, in_transforms, followed):
+    """The autograd function that a call goes through, if autograd follows it, or None.
 
     That is `in_transforms`, set up apart, under torch.func's transforms and in forward mode.
     """
-    if not torch.compiler.is_compiling():
-        forward_mode = torch.autograd.forward_ad._current_level >= 0
-        if forward_mode or torch._C._are_functorch_transforms_active():
-            return in_transforms
-    return function if needs_grad(*tensors) else None
+    if not is_compiling() and (
+        forward_ad._current_level >= 0 or _are_functorch_transforms_active()
+    ):
+        return in_transforms
+    return function if followed else None
 
 
 def tensor(name, x):
@@ -102,12 +126,15 @@ def tensor(name, x):
     return x
 
 
-def indices(name, x):
-    """Integers as a tensor: what is no tensor on the host, where values are checked."""
+def indices(name, x, first):
+    """Integers as a tensor: what is no tensor on the host, where values are checked.
+
+    In a compiled call it is on the device of the `first` tensor, as a CUDA graph has it.
+    """
     if x is None or isinstance(x, torch.Tensor):
         return x
     try:
-        integers = torch.as_tensor(x)
+        integers = torch.as_tensor(x, device=first.device if is_compiling() else None)
     except (TypeError, ValueError) as wrong:
         expected = "integers in rows of one length"
         raise type(wrong)(checks.sentence(name, expected, "others", f"convert {name}")) from wrong
@@ -164,6 +191,8 @@ def first_derivative(name, op, *args):
 
 def autocast_dtype(x):
     """The dtype of autocast on the device of x, or None where it is off."""
+    if not is_compiling() and not _is_any_autocast_enabled():
+        return None
     kind = x.device.type
     if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)

@@ -4,10 +4,12 @@ from numbers import Integral, Real
 from typing import NamedTuple
 
 import torch
+from torch.compiler import is_compiling
 
 from cuseq.ops import soft_dtw as alignment
 from cuseq.ops import soft_dtw_from_cost as from_cost
 from cuseq.runtime import checks
+from cuseq.runtime.arrays import Array
 from cuseq.torch.library import (
     autocast_dtype,
     cast,
@@ -19,44 +21,45 @@ from cuseq.torch.library import (
     through,
 )
 
-# ---- options: of each a number, or a tensor of one a pair
+# ---- options: of each a tensor of one a pair, or a number for all of them
 
 NAMES = "gamma", "bandwidth", "lengths_a", "lengths_b"
-OPTIONS = (
-    "float? one_gamma, Tensor? gamma, int? one_bandwidth, Tensor? bandwidth,"
-    " int? length_a, Tensor? lengths_a, int? length_b, Tensor? lengths_b"
-)
-FLAT = 2 * len(NAMES)
+TENSORS = "Tensor? gamma, Tensor? bandwidth, Tensor? lengths_a, Tensor? lengths_b"
+NUMBERS = "float? one_gamma, int? one_bandwidth, int? length_a, int? length_b"
 MOST = 2**62  # that a torch op takes as an integer
+REAL, INTEGRAL = (float, Real), (int, Integral)  # the common ones first, which is faster
 
 
-def _flat(options):
-    """Options as torch ops take them; None if one of them is nothing that they take."""
-    flat = []
+def _tensors_and_numbers(options, first):
+    """Options as torch ops take them; None if one of them is nothing that they take.
+
+    Sequences are on the host, where their values are checked, but in a compiled call on the device
+    of the `first` tensor, as a CUDA graph has it.
+    """
+    tensors, ones = [], []
     for name, value in zip(NAMES, options, strict=True):
-        kind = Real if name == "gamma" else Integral
+        kinds = REAL if name == "gamma" else INTEGRAL
         if isinstance(value, (list, tuple, range)):
             try:
-                value = torch.as_tensor(value, dtype=torch.float64 if kind is Real else None)
+                dtype = torch.float64 if kinds is REAL else None
+                device = first.device if is_compiling() else None
+                value = torch.as_tensor(value, dtype=dtype, device=device)
             except (TypeError, ValueError):
                 return None
         if value is None or isinstance(value, torch.Tensor):
-            flat += None, value
-        elif isinstance(value, kind) and not isinstance(value, bool):
-            flat += float(value) if kind is Real else int(min(value, MOST)), None
+            tensors.append(value)
+            ones.append(None)
+        elif isinstance(value, kinds) and not isinstance(value, bool):
+            tensors.append(None)
+            ones.append(float(value) if kinds is REAL else int(min(value, MOST)))
         else:
             return None
-    return flat
-
-
-def _by_name(flat):
-    """Options as the core takes them."""
-    pairs = zip(NAMES, flat[::2], flat[1::2], strict=True)
-    return {name: one if each is None else each for name, one, each in pairs}
+    return tensors, ones
 
 
 # ---- torch ops: values alone, with what is kept for a backward, and backward. Their arguments are
-# those of a backward, the series or costs, the name of a cost, and OPTIONS.
+# those of a backward, the series or costs, options that are tensors, the name of a cost, and those
+# that are numbers.
 
 
 class Operator(NamedTuple):
@@ -68,41 +71,58 @@ class Operator(NamedTuple):
 
     def split(self, args):
         """Tensors and options by name."""
-        tensors, rest = args[: self.count], args[self.count : -FLAT]
-        return tensors, dict(zip(("cost",), rest, strict=False)) | _by_name(args[-FLAT:])
+        series, end = args[: self.count], self.count + len(NAMES)
+        pairs = zip(NAMES, args[self.count : end], args[-len(NAMES) :], strict=True)
+        options = {name: one if each is None else each for name, each, one in pairs}
+        if len(args) > end + len(NAMES):
+            options["cost"] = args[end]
+        return series, options
 
     def values(self, *args):
-        tensors, options = self.split(args)
-        return getattr(self.core, self.name)(*tensors, **options)
+        series, options = self.split(args)
+        return getattr(self.core, self.name)(*series, **options)
 
     def keeping(self, *args):
         """Values, and what is kept: None on the host, where nothing is."""
-        tensors, options = self.split(args)
-        return self.core.forward_keeping(*tensors, **options)
+        series, options = self.split(args)
+        return self.core.forward_keeping(*series, **options)
 
     def backward(self, grad_values, values, kept, *args):
-        tensors, options = self.split(args)
+        series, options = self.split(args)
         kept = kept if kept.is_cuda else None
-        return self.core.backward(grad_values, *tensors, values, kept, **options)
+        return self.core.backward(grad_values, *series, values, kept, **options)
 
     def fake_values(self, *args):
-        tensors, _ = self.split(args)
-        dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+        series, _ = self.split(args)
+        dtype = torch.float64 if series[0].dtype == torch.float64 else torch.float32
         if self.count == 1:
-            return tensors[0].new_empty(tensors[0].shape[:-2], dtype=dtype)
-        batches = [x.shape[0] for x in tensors if x.ndim == 3]
-        return tensors[0].new_empty(([n for n in batches if n != 1] or batches)[:1], dtype=dtype)
+            return series[0].new_empty(series[0].shape[:-2], dtype=dtype)
+        batches = [x.shape[0] for x in series if x.ndim == 3]
+        return series[0].new_empty(([n for n in batches if n != 1] or batches)[:1], dtype=dtype)
 
     def fake_keeping(self, *args):
         values = self.fake_values(*args)
         if not args[0].is_cuda:
             return values, args[0].new_empty(0)
-        size = torch.library.get_ctx().new_dynamic_size()
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        if all(isinstance(n, int) for x in tensors for n in x.shape):
+            series, options = self.split([_without_memory(x, args[0]) for x in args])
+            size = self.core.kept_size(*series, **options)
+        else:  # a compiler leaves sizes open
+            size = torch.library.get_ctx().new_dynamic_size()
         return values, args[0].new_empty(size, dtype=torch.uint8)
 
     def fake_backward(self, grad_values, values, kept, *args):
         grads = tuple(x.new_empty(x.shape) for x in args[: self.count])
         return grads if self.count > 1 else grads[0]
+
+
+def _without_memory(x, first):
+    """A fake tensor on the device of the `first` one as the core borrows it; others as they are."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    dtype, device = str(x.dtype).removeprefix("torch."), first.device.index
+    return Array(0, tuple(x.shape), x.stride(), dtype, device, x, None)
 
 
 class Ops(NamedTuple):
@@ -114,8 +134,8 @@ class Ops(NamedTuple):
     backward: object
 
 
-def _ops(operator, tensors, grads, cost=""):
-    name, arguments = operator.name, f"{tensors}, {cost}{OPTIONS}"
+def _ops(operator, series, grads, cost=""):
+    name, arguments = operator.name, f"{series}, {TENSORS}, {cost}{NUMBERS}"
     given = f"Tensor grad_values, Tensor values, Tensor kept, {arguments}"
     return Ops(
         operator,
@@ -137,36 +157,28 @@ COSTS = _ops(Operator("soft_dtw_from_cost", from_cost, 1), "Tensor C", "Tensor")
 # ---- autograd
 
 
-def _keep(ctx, inputs, output):
-    ctx.ops, *args = inputs
-    ctx.name = ctx.ops.operator.name
-    # Tensors among the options too: who changes one before the backward is told.
-    tensors = {k: x for k, x in enumerate(args) if isinstance(x, torch.Tensor)}
-    ctx.places = tuple(tensors)
-    ctx.args = [None if k in tensors else x for k, x in enumerate(args)]
-    ctx.save_for_backward(*output, *tensors.values())
+def _keep(ctx, ops, options, tensors, output):
+    ctx.ops, ctx.options, ctx.name = ops, options, ops.operator.name
+    # Options too: who changes one before the backward is told.
+    ctx.save_for_backward(*output, *tensors)
     ctx.mark_non_differentiable(output[1])
 
 
 class _SoftDTW(torch.autograd.Function):
+    """Values, and what is kept, of the series or costs and of options that are tensors."""
+
     @staticmethod
-    def forward(ctx, ops, *args):
-        output = ops.keeping(*args)
-        _keep(ctx, (ops, *args), output)
+    def forward(ctx, ops, options, *tensors):
+        output = ops.keeping(*tensors, *options)
+        _keep(ctx, ops, options, tensors, output)
         return output
 
     @staticmethod
     def backward(ctx, grad_values, _):
-        values, kept, *tensors = ctx.saved_tensors
-        args = list(ctx.args)
-        for place, x in zip(ctx.places, tensors, strict=True):
-            args[place] = x
-        grads = first_derivative(ctx.name, ctx.ops.backward, grad_values, values, kept, *args)
+        args = grad_values, *ctx.saved_tensors, *ctx.options
+        grads = first_derivative(ctx.name, ctx.ops.backward, *args)
         grads = (grads,) if isinstance(grads, torch.Tensor) else grads
-        count = len(grads)
-        wanted = zip(grads, ctx.needs_input_grad[1 : count + 1], strict=True)
-        grads = (grad if needed else None for grad, needed in wanted)
-        return None, *grads, *(None for _ in args[count:])
+        return None, None, *grads, *(None for _ in NAMES)
 
 
 class _SoftDTWInTransforms(_SoftDTW):
@@ -174,37 +186,35 @@ class _SoftDTWInTransforms(_SoftDTW):
     jvp = no_forward_mode
 
     @staticmethod
-    def forward(ops, *args):
-        return ops.keeping(*args)
+    def forward(ops, options, *tensors):
+        return ops.keeping(*tensors, *options)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        _keep(ctx, inputs, output)
+        ops, options, *tensors = inputs
+        _keep(ctx, ops, options, tensors, output)
 
 
-def _values(ops, tensors, cost, options):
-    """Values, differentiable by the tensors. `cost`: its name, if the operator takes one.
+def _values(ops, series, cost, options):
+    """Values, differentiable by the series. `cost`: its name, if the operator takes one.
 
     `options`: in the order of NAMES.
     """
     _refuse_gradient_of_gamma(options[0])
-    flat = _flat(options)
-    if flat is None:  # the core says what is wrong
+    split = _tensors_and_numbers(options, series[0])
+    if split is None:  # the core says what is wrong
         named = dict(zip(("cost", *NAMES)[-len(cost + options) :], cost + options, strict=True))
         core = getattr(ops.operator.core, ops.operator.name)
-        return core(*(x.detach() for x in tensors), **named)
-    if autocast_dtype(tensors[0]):
-        tensors = cast(torch.float32, *tensors)
-    if len(tensors) == 2 and tensors[0] is tensors[1]:
-        tensors = (
-            tensors[0],
-            tensors[1].view_as(tensors[1]),
-        )  # for compilers, which refuse one twice
-    args = *tensors, *cost, *flat
-    function = through(_SoftDTW, _SoftDTWInTransforms, *tensors)
+        return core(*(x.detach() for x in series), **named)
+    if autocast_dtype(series[0]):
+        series = cast(torch.float32, *series)
+    if len(series) == 2 and series[0] is series[1]:
+        series = series[0], series[1].view_as(series[1])  # for compilers, which refuse one twice
+    tensors, numbers = (*series, *split[0]), (*cost, *split[1])
+    function = through(_SoftDTW, _SoftDTWInTransforms, needs_grad(*series))
     if function is not None:
-        return function.apply(ops, *args)[0]
-    return ops.values(*args)
+        return function.apply(ops, numbers, *tensors)[0]
+    return ops.values(*tensors, *numbers)
 
 
 # ---- functions

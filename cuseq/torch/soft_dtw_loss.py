@@ -71,7 +71,7 @@ class SoftDTWLoss(torch.nn.Module):
         self.normalize, self.reduction = normalize, reduction
 
     def forward(self, x, y, lengths_x=None, lengths_y=None):
-        single = all(isinstance(series, torch.Tensor) and series.ndim < 3 for series in (x, y))
+        single = max(tensor("x", x).ndim, tensor("y", y).ndim) < 3
         x, y = _batch_of_series("x", x), _batch_of_series("y", y)
         if autocast_dtype(x):
             x, y = cast(torch.float32, x, y)
@@ -121,7 +121,6 @@ class SoftDTWLoss(torch.nn.Module):
 
 def _batch_of_series(name, x):
     """(N,), (N, D) and (B, N, D) as (B, N, D)."""
-    tensor(name, x)
     if x.ndim not in (1, 2, 3):
         shape = tuple(x.shape)
         raise ValueError(
@@ -134,7 +133,7 @@ def _batch_of_series(name, x):
 
 def _common_batch(x, y):
     """The number of pairs B of x (B or 1, N, D) and y (B or 1, M, D)."""
-    batches = len(x), len(y)
+    batches = x.shape[0], y.shape[0]
     if batches[0] != batches[1] and 1 not in batches:
         raise ValueError(
             checks.sentence(

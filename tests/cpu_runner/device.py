@@ -36,9 +36,9 @@ class OnDevice(arrays.NumPy):
         return array._replace(device=0, library=OnDevice)
 
     @staticmethod
-    def describe(x):
-        address = x.ctypes.data
-        return address, (x.shape, x.strides, x.dtype, address % replay.ALIGNMENT)
+    def describe(x, key, addresses):
+        addresses.append(x.ctypes.data)
+        key += x.shape, x.strides, x.dtype, addresses[-1] % replay.ALIGNMENT
 
     @staticmethod
     def empty(shape, dtype, device, transposed=False):
