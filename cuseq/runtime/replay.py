@@ -162,18 +162,16 @@ class Recording:
 
     def again(self, addresses):
         """The call on arrays at other addresses."""
-        if self._library.current_device() == self._device:
-            return self._run(addresses)
-        with self._library.on_device(self._device):
-            return self._run(addresses)
-
-    def _run(self, addresses):
-        owners, address = [], self._library.address
+        library, device = self._library, self._device
+        if library.current_device() != device:
+            with library.on_device(device):
+                return self.again(addresses)
+        owners = []
         for allocate in self._allocators:
             owner = allocate()
             owners.append(owner)
-            addresses.append(address(owner))
-        stream = self._library.stream(self._device)
+            addresses.append(library.address(owner))
+        stream = library.stream(device)
         for launch in self._launches:
             launch(stream, addresses)
         return self._result(owners)

@@ -12,6 +12,7 @@ from cuseq.ops import causal_conv1d_varlen as packed
 from cuseq.runtime import checks
 from cuseq.torch.library import (
     alone,
+    apply,
     autocast_dtype,
     cast,
     define,
@@ -231,16 +232,16 @@ class _CausalConv1d(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call, *tensors):
         _keep(ctx, call, *tensors)
-        return call.forward(*tensors, *call.options)
+        return call.forward(tensors, call.options)
 
     @staticmethod
     def backward(ctx, grad_y, grad_final_state=None):
         x, _, bias, initial_state, _ = tensors = ctx.saved_tensors
         if grad_y is None:
             grad_y = torch.zeros_like(x)
-        args = grad_y, grad_final_state, *tensors, *ctx.call.options
-        grads = first_derivative(ctx.name, ctx.call.backward, *args)
-        grad_x, grad_weight, grad_bias, grad_state = grads
+        name, _, op, options = ctx.call
+        given = grad_y, grad_final_state, *tensors
+        grad_x, grad_weight, grad_bias, grad_state = first_derivative(name, op, given, options)
         return (
             *(None, grad_x, grad_weight),
             None if bias is None else grad_bias,
@@ -255,7 +256,7 @@ class _CausalConv1dInTransforms(_CausalConv1d):
 
     @staticmethod
     def forward(call, *tensors):
-        return call.forward(*tensors, *call.options)
+        return call.forward(tensors, call.options)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -268,9 +269,11 @@ def _convolve(operators, with_state, tensors, options):
     `tensors` are x, weight, bias, initial_state and the index.
     """
     op = operators.with_state if with_state else operators.alone
-    followed = needs_grad(*tensors)
-    if not followed and alone() and (results := op.replay(*tensors, *options)) is not None:
-        return results
+    followed, nobody_else = needs_grad(*tensors), alone()
+    if nobody_else and not followed:
+        results = op.replay(tensors, options)
+        if results is not None:
+            return results
     x, weight, bias, initial_state, index = tensors
     tensor("x", x)
     tensor("weight", weight)
@@ -278,11 +281,14 @@ def _convolve(operators, with_state, tensors, options):
         tensor("bias", bias)
     if initial_state is not None:
         tensor("initial_state", initial_state)
+    call = Call(operators.name, op, operators.backward, options)
+    if nobody_else:
+        return apply(_CausalConv1d, call, *tensors) if followed else op(tensors, options)
     tensors = _autocast(x), weight, bias, initial_state, index
     function = through(_CausalConv1d, _CausalConv1dInTransforms, followed)
     if function is None:
-        return op(*tensors, *options)
-    return function.apply(Call(operators.name, op, operators.backward, options), *tensors)
+        return op(tensors, options)
+    return function.apply(call, *tensors)
 
 
 def _autocast(x):
@@ -385,21 +391,21 @@ def causal_conv1d_update(
     >>> cuseq.torch.causal_conv1d_update(torch.ones(2, 4), state, torch.ones(4, 3)).shape
     torch.Size([2, 4])
     """
-    given = x, state, weight, bias
-    rest = (
-        *(indices("cache_seqlens", cache_seqlens, x), indices("state_indices", state_indices, x)),
-        *(activation, layout),
+    indices_of_rows = (
+        indices("cache_seqlens", cache_seqlens, x),
+        indices("state_indices", state_indices, x),
     )
-    followed = needs_grad(*given)
-    y = None if followed or not alone() else UPDATE.replay(*given, *rest)
+    tensors, options = (x, state, weight, bias, *indices_of_rows), (activation, layout)
+    followed = needs_grad(x, state, weight, bias)
+    y = None if followed or not alone() else UPDATE.replay(tensors, options)
     if y is None:
         tensor("x", x)
         tensor("state", state)
         tensor("weight", weight)
-        x = _autocast(x)
+        tensors = _autocast(x), *tensors[1:]
         if followed:
-            return _update_followed(x, state, weight, bias, *rest)
-        y = UPDATE(x, state, weight, bias, *rest)
+            return _update_followed(*tensors, *options)
+        y = UPDATE(tensors, options)
     if not is_compiling() and not state.is_inference():
         torch.autograd.graph.increment_version(state)  # for who saved it for a backward
     return y

@@ -1,36 +1,37 @@
 """torch.ops.cuseq: what compilers, exporters and function transforms are told of an operator."""
 
 import contextlib
+import threading
 from functools import partial
-from typing import NamedTuple
 
 import torch
+from torch import Tensor, is_grad_enabled
 from torch._C import (
     _are_functorch_transforms_active,
     _is_any_autocast_enabled,
     _is_tracing,
     _len_torch_dispatch_stack,
 )
+from torch._C._dynamo.guards import TensorGuards
 from torch.autograd import _profiler_enabled, forward_ad
 from torch.compiler import is_compiling
 
 from cuseq.runtime import checks
-from cuseq.runtime.replay import replayed
+from cuseq.runtime.replay import ALIGNMENT, replayed
 
 LIBRARY = torch.library.Library("cuseq", "DEF")
 
 
 def define(schema, function, fake, vmap=None):
-    """A torch op of this schema, without autograd, which is the caller's.
+    """A torch op of this schema, as an `Op`, without autograd, which is the caller's.
 
     Args:
-        schema: as torch.library takes it, ``name(Tensor x, ...) -> Tensor``. Its tensors have the
-            names by which `function` borrows them.
-        function: what it does, on any device. A None among its results is, of the op, a tensor
-            without elements.
+        schema: as torch.library takes it, ``name(Tensor x, ...) -> Tensor``. Its tensors come first
+            and have the names by which `function` borrows them.
+        function: what it does, on any device. A None among its results is, of the torch op, a
+            tensor without elements.
         fake: the same with results that are allocated alone.
         vmap: the batching rule, taking the op first, then what torch.library.register_vmap says.
-
     """
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -46,27 +47,70 @@ def define(schema, function, fake, vmap=None):
     LIBRARY.impl(name, without_none, "CompositeExplicitAutograd")
     torch.library.register_fake(op, fake, lib=LIBRARY)
     torch.library.register_vmap(op, partial(vmap or one_by_one, op), lib=LIBRARY)
-
     return Op(op, function.find)
 
 
-class Op(NamedTuple):
-    """A torch op, and the way past torch's dispatcher to calls that can be replayed.
+class _Recent(threading.local):
+    """Of a thread: pairs of guards and a recording, by what is no tensor."""
 
-    On this way None is returned where the op returns a tensor without elements.
+    def __init__(self):
+        self.calls = {}
+
+
+class Op:
+    """A torch op, called with its tensors and its other arguments.
+
+    A call like a recent one of the thread is replayed past torch's dispatcher, if it is `alone()`;
+    it gives None where the torch op gives a tensor without elements. Calls are alike for torch's
+    own guards, which compare all that is known of tensors at once.
     """
 
-    op: object
-    find: object
+    RECENT = 8  # calls that are looked through, of the same other arguments
 
-    def __call__(self, *args):
-        results = self.replay(*args) if alone() else None
-        return self.op(*args) if results is None else results
+    def __init__(self, op, find):
+        self.op, self._find, self._recent = op, find, _Recent()
 
-    def replay(self, *args):
-        """The results of a call whose like was seen before, else None. Only where `alone()`."""
-        recording, _, addresses = self.find(*args)
-        return recording and recording.again(addresses)
+    def __call__(self, tensors, options):
+        if not alone():
+            return self.op(*tensors, *options)
+        results = self.replay(tensors, options)
+        if results is None:
+            results = self.op(*tensors, *options)
+            self._remember(tensors, options)
+        return results
+
+    def replay(self, tensors, options):
+        """The results of a call like a recent one, else None. Only where `alone()`."""
+        given, places = _given(tensors)
+        for guards, recording in self._recent.calls.get((options, places), ()):
+            if guards.check(*given):
+                addresses = [x.data_ptr() for x in given]
+                if not any([address % ALIGNMENT for address in addresses]):
+                    return recording.again(addresses)
+        return None
+
+    def _remember(self, tensors, options):
+        recording, _, addresses = self._find(*tensors, *options)
+        if recording and not any(address % ALIGNMENT for address in addresses):
+            given, places = _given(tensors)
+            recent = self._recent.calls.setdefault((options, places), [])
+            recent.insert(0, (_guards(given), recording))
+            del recent[self.RECENT :]
+
+
+def _given(tensors):
+    """Those that are not None, and which they are."""
+    return [x for x in tensors if x is not None], tuple([x is None for x in tensors])
+
+
+def _guards(tensors):
+    sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+
+
+def apply(function, *args):
+    """As function.apply, less what that does for torch.func. Only where a call is `alone()`."""
+    return super(torch.autograd.Function, function).apply(*args)
 
 
 def alone():
@@ -99,9 +143,9 @@ def one_by_one(op, info, in_dims, *args):
 
 def needs_grad(*tensors):
     """Whether autograd follows one of these tensors."""
-    if torch.is_grad_enabled():
+    if is_grad_enabled():
         for tensor in tensors:
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
                 return True
     return False
 
@@ -160,8 +204,8 @@ class NoSecondDerivative(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(name, op, *args):
-        return op(*args)
+    def forward(name, op, options, *tensors):
+        return op(tensors, options)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -179,11 +223,11 @@ class NoSecondDerivative(torch.autograd.Function):
         )
 
 
-def first_derivative(name, op, *args):
+def first_derivative(name, op, tensors, options):
     """An op's result, which can not be differentiated again."""
-    if torch.is_grad_enabled():
-        return NoSecondDerivative.apply(name, op, *args)
-    return op(*args)
+    if is_grad_enabled():
+        return NoSecondDerivative.apply(name, op, options, *tensors)
+    return op(tensors, options)
 
 
 # ---- autocast

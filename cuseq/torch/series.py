@@ -11,6 +11,8 @@ from cuseq.ops import soft_dtw_from_cost as from_cost
 from cuseq.runtime import checks
 from cuseq.runtime.arrays import Array
 from cuseq.torch.library import (
+    alone,
+    apply,
     autocast_dtype,
     cast,
     define,
@@ -169,14 +171,14 @@ class _SoftDTW(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, ops, options, *tensors):
-        output = ops.keeping(*tensors, *options)
+        output = ops.keeping(tensors, options)
         _keep(ctx, ops, options, tensors, output)
         return output
 
     @staticmethod
     def backward(ctx, grad_values, _):
-        args = grad_values, *ctx.saved_tensors, *ctx.options
-        grads = first_derivative(ctx.name, ctx.ops.backward, *args)
+        tensors = grad_values, *ctx.saved_tensors
+        grads = first_derivative(ctx.name, ctx.ops.backward, tensors, ctx.options)
         grads = (grads,) if isinstance(grads, torch.Tensor) else grads
         return None, None, *grads, *(None for _ in NAMES)
 
@@ -187,7 +189,7 @@ class _SoftDTWInTransforms(_SoftDTW):
 
     @staticmethod
     def forward(ops, options, *tensors):
-        return ops.keeping(*tensors, *options)
+        return ops.keeping(tensors, options)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -208,13 +210,16 @@ def _values(ops, series, cost, options):
         return core(*(x.detach() for x in series), **named)
     if autocast_dtype(series[0]):
         series = cast(torch.float32, *series)
-    if len(series) == 2 and series[0] is series[1]:
-        series = series[0], series[1].view_as(series[1])  # for compilers, which refuse one twice
+    if is_compiling() and len(series) == 2 and series[0] is series[1]:
+        series = series[0], series[1].view_as(series[1])  # compilers refuse one twice
     tensors, numbers = (*series, *split[0]), (*cost, *split[1])
-    function = through(_SoftDTW, _SoftDTWInTransforms, needs_grad(*series))
+    followed = needs_grad(*series)
+    if followed and alone():
+        return apply(_SoftDTW, ops, numbers, *tensors)[0]
+    function = through(_SoftDTW, _SoftDTWInTransforms, followed)
     if function is not None:
         return function.apply(ops, numbers, *tensors)[0]
-    return ops.values(*tensors, *numbers)
+    return ops.values(tensors, numbers)
 
 
 # ---- functions
