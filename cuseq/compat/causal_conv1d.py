@@ -13,7 +13,7 @@ import torch
 import cuseq
 import cuseq.torch
 from cuseq.runtime import checks
-from cuseq.torch.library import autocast_dtype, no_autocast, tensor
+from cuseq.torch.library import autocast_dtype, needs_grad, no_autocast, tensor
 
 _THEIR_NAMES = {  # of arguments in cuseq's errors
     "grad_y": "dout",
@@ -158,19 +158,23 @@ def causal_conv1d_update(
     (tensor([[23.]]), tensor([[[3.]]]))
     """
     tensor("x", x)
+    if needs_grad(x, conv_state, weight, bias):
+        with torch.no_grad():
+            return causal_conv1d_update(
+                *(x, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices)
+            )
     channels_last = x.ndim == 3 and x.stride(1) < x.stride(2)
-    with torch.no_grad():
-        y = _call(
-            cuseq.torch.causal_conv1d_update,
-            x.transpose(1, 2) if channels_last else x,
-            conv_state,
-            weight,
-            bias,
-            activation=activation,
-            layout="bld" if channels_last else "bdl",
-            cache_seqlens=cache_seqlens,
-            state_indices=conv_state_indices,
-        )
+    y = _call(
+        cuseq.torch.causal_conv1d_update,
+        x.transpose(1, 2) if channels_last else x,
+        conv_state,
+        weight,
+        bias,
+        activation=activation,
+        layout="bld" if channels_last else "bdl",
+        cache_seqlens=cache_seqlens,
+        state_indices=conv_state_indices,
+    )
     return y.transpose(1, 2) if channels_last else y
 
 
