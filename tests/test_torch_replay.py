@@ -319,3 +319,27 @@ def test_a_side_stream_that_another_one_fills():
     side.synchronize()
     assert seen == ["cuseq::causal_conv1d"]
     close(got, wanted)
+
+
+@gpu
+def test_the_second_device_while_the_first_is_current():
+    """Forward, backward and step, replayed there."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+
+    def step(given, device):
+        x, weight, bias = (y.to(device) for y in given)
+        x, series = x.clone().requires_grad_(), x.transpose(1, 2).clone().requires_grad_()
+        y = convolve(x, weight, bias)
+        loss = adapter.SoftDTWLoss(gamma=0.5)(series, y.detach().transpose(1, 2))
+        state = x.detach()[..., :3].contiguous()
+        token = adapter.causal_conv1d_update(x[..., 3].detach(), state, weight, bias)
+        return *torch.autograd.grad(y.square().sum() + loss, (x, series)), token, state
+
+    step(filters(L=16), "cuda:1")
+    given = filters(seed=5, L=16)
+    got, seen = dispatched(lambda: step(given, "cuda:1"))
+    assert len(seen) == 5 and torch.cuda.current_device() == 0
+    for x, y in zip(got, step(given, "cpu"), strict=True):
+        assert x.device == torch.device("cuda:1")
+        torch.testing.assert_close(x.cpu(), y, rtol=1e-4, atol=1e-4)
