@@ -7,6 +7,7 @@ same of causal-conv1d where that is installed.
 import statistics
 import time
 
+import cupy
 import torch
 
 import cuseq.torch
@@ -70,6 +71,8 @@ def losses():
     """Rows: what, our call; last one that is torch's, which no loss with a mean is below."""
     x = torch.randn(4, 16, 2, device="cuda", requires_grad=True)
     y, loss = torch.randn(4, 12, 2, device="cuda"), cuseq.torch.SoftDTWLoss(gamma=0.1)
+    a, b = cupy.from_dlpack(x.detach()), cupy.from_dlpack(y)
+    yield "cuseq.soft_dtw of CuPy arrays", lambda: cuseq.soft_dtw(a, b, gamma=0.1), None
     yield "SoftDTWLoss, forward", lambda: loss(x, y), None
     yield "SoftDTWLoss, forward and backward", lambda: torch.autograd.grad(loss(x, y), x), None
     yield "torch.mean alone, forward and backward", lambda: torch.autograd.grad(x.mean(), x), None

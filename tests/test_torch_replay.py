@@ -8,7 +8,7 @@ from tests.samples import normal
 
 torch = pytest.importorskip("torch")
 adapter = pytest.importorskip("cuseq.torch")
-library = pytest.importorskip("cuseq.torch.library")
+shortcut = pytest.importorskip("cuseq.torch.shortcut")
 
 gpu = pytest.mark.gpu
 
@@ -25,7 +25,7 @@ def filters(seed=0, L=9):
 
 def dispatched(function):
     """The result, and the torch ops of cuseq that a profiler saw or a replay went past: names."""
-    seen, real = [], library.Op.replay
+    seen, real = [], shortcut.Op.replay
 
     def replay(op, tensors, options):
         results = real(op, tensors, options)
@@ -34,7 +34,7 @@ def dispatched(function):
         return results
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(library.Op, "replay", replay)
+        patch.setattr(shortcut.Op, "replay", replay)
         return function(), seen
 
 
@@ -53,50 +53,57 @@ def convolve(x, weight, bias=None, **options):
 # ---- who is to see torch ops
 
 
+@pytest.mark.parametrize("activation", [["silu"], {}, 1])
+def test_options_that_are_none(activation):
+    for _ in range(2):
+        with pytest.raises((TypeError, ValueError), match="activation"):
+            adapter.causal_conv1d(torch.ones(1, 1, 3), torch.ones(1, 2), activation=activation)
+
+
 def test_a_plain_call_is_alone():
-    assert library.alone()
+    assert shortcut.alone()
     with torch.no_grad(), torch.inference_mode():
-        assert library.alone()
+        assert shortcut.alone()
 
 
 def in_vmap(seen):
-    torch.vmap(lambda x: seen.append(library.alone()) or x)(torch.ones(2))
+    torch.vmap(lambda x: seen.append(shortcut.alone()) or x)(torch.ones(2))
 
 
 def in_grad(seen):
-    torch.func.grad(lambda x: seen.append(library.alone()) or x)(torch.ones(()))
+    torch.func.grad(lambda x: seen.append(shortcut.alone()) or x)(torch.ones(()))
 
 
 def in_autocast(seen):
     with torch.autocast("cpu"):
-        seen.append(library.alone())
+        seen.append(shortcut.alone())
 
 
 def in_a_profile(seen):
     with torch.profiler.profile():
-        seen.append(library.alone())
+        seen.append(shortcut.alone())
 
 
 def in_a_trace(seen):
-    torch.jit.trace(lambda x: seen.append(library.alone()) or x, torch.ones(2), check_trace=False)
+    torch.jit.trace(lambda x: seen.append(shortcut.alone()) or x, torch.ones(2), check_trace=False)
 
 
 def in_forward_mode(seen):
     with torch.autograd.forward_ad.dual_level():
-        seen.append(library.alone())
+        seen.append(shortcut.alone())
 
 
 def in_fake_mode(seen):
     from torch._subclasses import FakeTensorMode
 
     with FakeTensorMode():
-        seen.append(library.alone())
+        seen.append(shortcut.alone())
 
 
 def in_make_fx(seen):
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    make_fx(lambda x: seen.append(library.alone()) or x)(torch.ones(2))
+    make_fx(lambda x: seen.append(shortcut.alone()) or x)(torch.ones(2))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -117,7 +124,7 @@ def test_a_call_that_others_follow_is_not_alone(place):
     seen = []
     place(seen)
     assert seen and not any(seen)
-    assert library.alone()
+    assert shortcut.alone()
 
 
 # ---- calls like an earlier one

@@ -133,7 +133,7 @@ def causal_conv1d_varlen_backward(
 
 
 def _borrow(operator, x, weight, bias, cu_seqlens, activation, initial_state):
-    check_options(activation, "bdl")
+    check_options(activation)
     given = arrays.borrow("x", x, operator)
     checks.floating("x", given)
     if len(given.shape) != 2:

@@ -9,10 +9,9 @@ from torch.compiler import is_compiling
 from cuseq.ops import causal_conv1d as convolution
 from cuseq.ops import causal_conv1d_update as step
 from cuseq.ops import causal_conv1d_varlen as packed
+from cuseq.ops.convolution import check_options
 from cuseq.runtime import checks
 from cuseq.torch.library import (
-    alone,
-    apply,
     autocast_dtype,
     cast,
     define,
@@ -24,6 +23,7 @@ from cuseq.torch.library import (
     tensor,
     through,
 )
+from cuseq.torch.shortcut import alone, apply
 
 # ---- torch ops: forward alone, with the final state, backward; by row and packed
 
@@ -274,6 +274,7 @@ def _convolve(operators, with_state, tensors, options):
         results = op.replay(tensors, options)
         if results is not None:
             return results
+    check_options(*options)
     x, weight, bias, initial_state, index = tensors
     tensor("x", x)
     tensor("weight", weight)
@@ -399,6 +400,7 @@ def causal_conv1d_update(
     followed = needs_grad(x, state, weight, bias)
     y = None if followed or not alone() else UPDATE.replay(tensors, options)
     if y is None:
+        check_options(*options)
         tensor("x", x)
         tensor("state", state)
         tensor("weight", weight)

@@ -11,8 +11,6 @@ from cuseq.ops import soft_dtw_from_cost as from_cost
 from cuseq.runtime import checks
 from cuseq.runtime.arrays import Array
 from cuseq.torch.library import (
-    alone,
-    apply,
     autocast_dtype,
     cast,
     define,
@@ -22,6 +20,7 @@ from cuseq.torch.library import (
     tensor,
     through,
 )
+from cuseq.torch.shortcut import alone, apply
 
 # ---- options: of each a tensor of one a pair, or a number for all of them
 
