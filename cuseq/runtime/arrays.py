@@ -123,7 +123,7 @@ def real_array(name, values, first, operator):
 
 def _sequence(name, values, what):
     """A Python sequence as a NumPy array, anything else as it is."""
-    if not isinstance(values, (list, tuple, range)):
+    if isinstance(values, Array) or not isinstance(values, (list, tuple, range)):
         return values
     try:
         array = np.asarray(values)
