@@ -39,11 +39,17 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"{count} skipped: {reason}")
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True)
 def first_device():
-    """Device 0 has a context: where it has none, torch leaves a thread on the device it used."""
+    """Device 0 has a context and is the current one.
+
+    torch leaves a thread on the device it used where device 0 has no context, and JAX leaves it on
+    the one it used last, of all that it found at its start.
+    """
     if frameworks.cuda_available():
-        frameworks.module("cupy").zeros(1)
+        cupy = frameworks.module("cupy")
+        cupy.cuda.runtime.setDevice(0)
+        cupy.zeros(1)
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 
+from cuseq.runtime import kernels
 from tests.frameworks import TORCH_CPU, TORCH_CUDA, over
 from tests.samples import normal
 
@@ -122,6 +123,27 @@ def test_ops_are_what_they_say(place):
         torch.library.opcheck(op.default, args)
         seen.add(str(op))
     assert len(seen) == 12
+
+
+@pytest.mark.parametrize("place_of_lengths", ["cpu", "cuda:0"])
+def test_what_is_kept_on_a_device_that_is_not_there(monkeypatch, place_of_lengths):
+    """A compiler knows its size without a device, from what is known of the series alone."""
+    from torch._subclasses import FakeTensorMode
+
+    limits = kernels.DeviceLimits(multiprocessors=132, shared=227 * 1024)
+    monkeypatch.setattr(kernels, "device_limits", lambda device: limits)
+    with FakeTensorMode():
+        a, b = torch.empty(3, 6, 2, device="cuda:0"), torch.empty(1, 5, 2, device="cuda:0")
+        C = torch.empty(3, 6, 5, device="cuda:0")
+        lengths = torch.empty(3, dtype=torch.int64, device=place_of_lengths)
+        options, numbers = (None, None, lengths, None), (0.5, None, None, None)
+        ops = torch.ops.cuseq
+        for values, kept in (
+            ops.soft_dtw_keeping(a, b, *options, "sqeuclidean", *numbers),
+            ops.soft_dtw_from_cost_keeping(C, *options, *numbers),
+        ):
+            assert values.shape == (3,) and values.device == kept.device == a.device
+            assert kept.dtype == torch.uint8 and kept.shape[0] > 0
 
 
 # Compilers
