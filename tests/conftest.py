@@ -39,11 +39,17 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"{count} skipped: {reason}")
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True)
 def first_device():
-    """Device 0 has a context: where it has none, torch leaves a thread on the device it used."""
+    """Device 0 has a context and is the current one.
+
+    torch leaves a thread on the device it used where device 0 has no context, and JAX leaves it on
+    the one it used last, of all that it found at its start.
+    """
     if frameworks.cuda_available():
-        frameworks.module("cupy").zeros(1)
+        cupy = frameworks.module("cupy")
+        cupy.cuda.runtime.setDevice(0)
+        cupy.zeros(1)
 
 
 @pytest.fixture(autouse=True)
@@ -51,9 +57,27 @@ def poisoned(monkeypatch):
     """Fill every output and scratch with NaN before it is used, so that a gap in it shows."""
     empty = arrays.empty
 
-    def poisoned_empty(shape, dtype, like):
-        array = empty(shape, dtype, like)
+    def poisoned_empty(*args):
+        array = empty(*args)
         frameworks.poison(array)
         return array
 
     monkeypatch.setattr(arrays, "empty", poisoned_empty)
+    for library in arrays.CuPy, arrays.Torch:
+        monkeypatch.setattr(library, "allocator", poisoning(library, library.allocator))
+
+
+def poisoning(library, allocator):
+    """What allocates for a call that is replayed, and poisons."""
+
+    def of(array):
+        allocate = allocator(array)
+
+        def poisoned_owner():
+            owner = allocate()
+            frameworks.poison(library.borrow("", owner, ""))
+            return owner
+
+        return poisoned_owner
+
+    return staticmethod(of)

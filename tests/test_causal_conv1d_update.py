@@ -61,15 +61,15 @@ def arguments(B, D, T, W, S, dtypes=("float64",) * 4, P=None):
 
 def run(place, given_arrays, offset=0, **options):
     """y, and the state after the call; x, weight and bias must stay as they are."""
-    home = home_of_state(place)
-    state = home.array(given_arrays["state"], offset)
+    home, states = home_of_state(place), []
 
     def update(x, weight, bias, **options):
-        return cuseq.causal_conv1d_update(x, state, weight, bias, **options)
+        states.append(home.array(given_arrays["state"], offset))
+        return cuseq.causal_conv1d_update(x, states[-1], weight, bias, **options)
 
     x, _, weight, bias = given_arrays.values()
     y = frameworks.run(place, update, x, weight, bias, offset=offset, **options)
-    return y, home.numpy(state)
+    return y, home.numpy(states[-1])
 
 
 def check(place, given_arrays, activation=None, starts=None, indices=None, layout="bdl", offset=0):

@@ -3,6 +3,7 @@
 Compiling needs NVRTC and no GPU. The tests marked gpu launch a small kernel of their own.
 """
 
+import ctypes
 import os
 import re
 import subprocess
@@ -29,6 +30,7 @@ from cuseq.ops import (
 from cuseq.ops.convolution_plan import ALIGNED, APART, FLUSH, INDEXED, PACKED, SHIFTED, WHOLE
 from cuseq.runtime import kernels
 from cuseq.runtime.checks import FLOATING
+from cuseq.runtime.replay import Pointer
 from tests import frameworks
 
 SOFT_DTW = soft_dtw_engine.PREPARATION, soft_dtw_engine.FORWARD, soft_dtw_engine.BACKWARD
@@ -108,11 +110,15 @@ def test_a_header_that_headers_include_is_put_in(folder):
 
 
 class CuPy:
-    """Stands in for CuPy and takes down what is asked of it."""
+    """Stands in for CuPy and takes down what is asked of it; kernels have `count` arguments."""
+
+    count = 0
 
     def __init__(self):
-        self.modules, self.functions, self.launches, self.entered = [], [], [], []
-        self.cuda = SimpleNamespace(Device=self.device)
+        self.modules, self.functions, self.kernels = [], [], []
+        self.launches, self.entered = [], []
+        driver = SimpleNamespace(launchKernel=self.launch)
+        self.cuda = SimpleNamespace(Device=self.device, driver=driver)
 
     def device(self, number):
         recorder = self
@@ -131,18 +137,19 @@ class CuPy:
         return SimpleNamespace(get_function=self.get_function)
 
     def get_function(self, name):
+        address = len(self.functions)
         self.functions.append(name)
-        recorder = self
+        kernel = SimpleNamespace(ptr=address)
+        self.kernels.append(SimpleNamespace(kernel=kernel, max_dynamic_shared_size_bytes=48 * 1024))
+        return self.kernels[-1]
 
-        class Kernel:
-            max_dynamic_shared_size_bytes = 48 * 1024
-
-            def __call__(self, grid, block, args, *, shared_mem, stream):
-                assert shared_mem <= self.max_dynamic_shared_size_bytes
-                launch = grid, block, args, shared_mem, stream.ptr, recorder.entered[-1]
-                recorder.launches.append((name, *launch))
-
-        return Kernel()
+    def launch(self, address, *numbers):
+        *shape, shared, stream, args, extra = numbers
+        assert shared <= self.kernels[address].max_dynamic_shared_size_bytes and extra == 0
+        places = ctypes.cast(args, ctypes.POINTER(ctypes.c_void_p))
+        args = tuple(ctypes.c_longlong.from_address(places[k]).value for k in range(self.count))
+        device = self.entered[-1] if self.entered else None
+        self.launches.append((self.functions[address], *shape, shared, stream, args, device))
 
 
 @pytest.fixture
@@ -153,15 +160,37 @@ def cupy(fresh, monkeypatch):
 
 
 def test_a_launch_goes_to_its_stream_on_its_device(cupy):
-    kernels.launch(3, 77, "soft_dtw.cu", "soft_dtw_forward", (("WARPS", 1),), 5, 32, (1, 2))
-    assert cupy.launches == [("soft_dtw_forward", (5,), (32,), (1, 2), 0, 77, 3)]
+    cupy.count = 2
+    kernels.launch(3, 77, "soft_dtw.cu", "soft_dtw_forward", (("WARPS", 1),), 5, 32, (1, -2))
+    assert cupy.launches == [("soft_dtw_forward", 5, 1, 1, 32, 1, 1, 0, 77, (1, -2), 3)]
     assert cupy.entered == []
+
+
+def test_arguments_are_ints_and_numbers_of_numpy(cupy):
+    cupy.count = 5
+    args = 2**62, np.float64(-0.5), np.int32(-7), np.uint32(2**32 - 1), np.float32(1.5)
+    kernels.launch(0, 0, "soft_dtw.cu", "soft_dtw_forward", (), 1, 32, args)
+    given = np.array(cupy.launches[0][-2], np.int64)
+    assert given[0] == 2**62
+    assert given[1:2].view(np.float64) == -0.5
+    assert given[2:3].view(np.int32)[0] == -7
+    assert given[3:4].view(np.uint32)[0] == 2**32 - 1
+    assert given[4:].view(np.float32)[0] == 1.5
+
+
+def test_a_launch_again_takes_other_addresses(cupy):
+    cupy.count = 3
+    args = Pointer(100, 1), 5, Pointer(200, 0) + 16
+    launch = kernels.Launch(*(kernels._function(0, "soft_dtw.cu", "f", (), 0), 1, 32, args, 0))
+    launch(77)
+    launch(78, [1000, 2000])
+    assert [call[-3:-1] for call in cupy.launches] == [(77, (100, 5, 216)), (78, (2000, 5, 1016))]
 
 
 def test_a_kernel_is_told_of_shared_memory(cupy):
     for shared in (100, 48 * 1024, 48 * 1024 + 1, 227 * 1024):
         kernels.launch(0, 0, "soft_dtw.cu", "soft_dtw_forward", (), 1, 32, (), shared)
-    assert [launch[4] for launch in cupy.launches] == [100, 49152, 49153, 232448]
+    assert [launch[7] for launch in cupy.launches] == [100, 49152, 49153, 232448]
 
 
 def test_macros_become_options_in_their_order(cupy):

@@ -2,6 +2,7 @@
 
 import math
 from itertools import product
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from cuseq.ops import (
     causal_conv1d_varlen,
     convolution_plan,
     soft_dtw,
+    soft_dtw_from_cost,
 )
 from cuseq.ops.convolution import as_bdl
 from cuseq.ops.convolution_plan import ALIGNED, APART, FLUSH, INDEXED, PACKED, SHIFTED, WHOLE
@@ -28,6 +30,7 @@ from cuseq.ops.soft_dtw_plan import (
 from cuseq.runtime import arrays, kernels
 from cuseq.runtime.kernels import DeviceLimits
 from tests import samples
+from tests.cpu_runner import device
 
 H200 = DeviceLimits(multiprocessors=132, shared=227 * 1024)
 LENGTHS = [1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 2051, 100_000]
@@ -45,6 +48,43 @@ def dtw_plan(*sizes, output=SERIES, keep=True, **options):
     """The plan of a soft-DTW, and the macros of its sweep by name."""
     how = plan(dtw_problem(*sizes, **options), output, keep, H200)
     return how, dict(how.backward_sweep)
+
+
+NO_OPTIONS = {"gamma": 0.5, "bandwidth": None, "lengths_a": None, "lengths_b": None}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gamma": np.ones(3)},
+        {"bandwidth": 20, "gamma": 0.0},
+        {"bandwidth": np.array([1, 2, 3])},
+        {"bandwidth": 20, "lengths_a": np.array([1, 2, 300])},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_what_a_forward_keeps_has_a_size_that_is_known_before(options, dtype):
+    """Also without memory, and with no series in it: for compilers."""
+
+    def described(x):
+        strides = tuple(stride // x.itemsize for stride in x.strides)
+        return arrays.Array(0, x.shape, strides, x.dtype.name, 0, None, None)
+
+    shapes = (3, 300, 2), (1, 500, 2), (3, 300, 500)
+    a, b, C = (device.on_device(np.zeros(shape, dtype)) for shape in shapes)
+    given = {
+        name: device.on_device(x) if isinstance(x, np.ndarray) else x
+        for name, x in (NO_OPTIONS | options).items()
+    }
+    without = {name: described(x) if isinstance(x, np.ndarray) else x for name, x in given.items()}
+    with device.installed(), mock.patch.object(kernels, "launch"):
+        _, kept = soft_dtw.forward_keeping(a, b, cost="euclidean", **given)
+        size = soft_dtw.kept_size(described(a), described(b), cost="euclidean", **without)
+        assert kept.size == size > 0
+        _, kept = soft_dtw_from_cost.forward_keeping(C, **given)
+        assert kept.size == soft_dtw_from_cost.kept_size(described(C), **without) > 0
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ def test_readme_has_an_example_for_each_framework():
         "import cupy, cuseq",
         "import jax, cuseq",
         "import numpy as np, cuseq",
+        "import torch, cuseq.compat",
         "import torch, cuseq.torch",
     }
 

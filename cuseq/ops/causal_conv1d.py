@@ -11,8 +11,10 @@ from cuseq.ops.convolution import (
 from cuseq.ops.convolution_engine import Call, Gradients
 from cuseq.ops.convolution_plan import INDEXED, WHOLE
 from cuseq.runtime import arrays, checks
+from cuseq.runtime.replay import replayed
 
 
+@replayed
 def causal_conv1d(
     x, weight, bias=None, *, activation=None, layout="bdl", seq_idx=None, initial_state=None
 ):
@@ -59,6 +61,7 @@ def causal_conv1d(
     return arrays.give_back(y, x)
 
 
+@replayed
 def causal_conv1d_with_state(
     x, weight, bias=None, *, activation=None, layout="bdl", seq_idx=None, initial_state=None
 ):
@@ -93,6 +96,7 @@ def causal_conv1d_with_state(
     return arrays.give_back(y, x), arrays.give_back(final_state, x)
 
 
+@replayed
 def causal_conv1d_backward(
     grad_y,
     x,

@@ -10,6 +10,7 @@ from cuseq.ops.convolution_plan import SIZES, at_once, rows_at_once
 from cuseq.runtime import arrays, checks
 from cuseq.runtime.arrays import HOST
 from cuseq.runtime.kernels import C_TYPES
+from cuseq.runtime.replay import replayed
 
 FILE = "causal_conv1d_update.cu"
 THREADS = 128
@@ -43,6 +44,7 @@ class Plan(NamedTuple):
     block: int
 
 
+@replayed
 def causal_conv1d_update(
     x,
     state,

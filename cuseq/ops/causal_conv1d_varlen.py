@@ -10,10 +10,12 @@ from cuseq.ops.convolution import (
 from cuseq.ops.convolution_engine import Call, Gradients
 from cuseq.ops.convolution_plan import PACKED
 from cuseq.runtime import arrays, checks
+from cuseq.runtime.replay import replayed
 
 AXES = None, 1, 0  # of x (T, D), seen as (1, D, T)
 
 
+@replayed
 def causal_conv1d_varlen(x, weight, bias=None, *, cu_seqlens, activation=None, initial_state=None):
     """Causal depthwise convolution of sequences of unequal lengths that are packed end to end.
 
@@ -56,6 +58,7 @@ def causal_conv1d_varlen(x, weight, bias=None, *, cu_seqlens, activation=None, i
     return arrays.give_back(y, x)
 
 
+@replayed
 def causal_conv1d_varlen_with_state(
     x, weight, bias=None, *, cu_seqlens, activation=None, initial_state=None
 ):
@@ -85,6 +88,7 @@ def causal_conv1d_varlen_with_state(
     return arrays.give_back(y, x), arrays.give_back(final_state, x)
 
 
+@replayed
 def causal_conv1d_varlen_backward(
     grad_y,
     x,
@@ -129,7 +133,7 @@ def causal_conv1d_varlen_backward(
 
 
 def _borrow(operator, x, weight, bias, cu_seqlens, activation, initial_state):
-    check_options(activation, "bdl")
+    check_options(activation)
     given = arrays.borrow("x", x, operator)
     checks.floating("x", given)
     if len(given.shape) != 2:

@@ -7,7 +7,7 @@ AXES = {"bdl": (0, 1, 2), "bld": (0, 2, 1)}  # that are seen as B, D, L
 NOTHING = 0, 0, 0, 0  # pointer and strides of a tensor that a call does not have
 
 
-def check_options(activation, layout):
+def check_options(activation, layout="bdl"):
     """Refuse an activation or a layout that is not one."""
     checks.one_of("layout", layout, ("bdl", "bld"))
     checks.one_of("activation", activation, (None, "silu", "swish"))

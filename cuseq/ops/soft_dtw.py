@@ -7,11 +7,13 @@ from cuseq.ops import soft_dtw_engine as engine
 from cuseq.ops.soft_dtw_engine import Call, Numbers
 from cuseq.ops.soft_dtw_plan import ALIGNMENT, ENTROPY, GIVEN, SERIES, Problem
 from cuseq.runtime import arrays, checks
+from cuseq.runtime.replay import replayed
 
 COSTS = ("sqeuclidean", "euclidean", "cityblock", "cosine")
 LONGEST = 2**30  # rows and columns are counted in 32 bits
 
 
+@replayed
 def soft_dtw(
     a, b, *, gamma=1.0, cost="sqeuclidean", bandwidth=None, lengths_a=None, lengths_b=None
 ):
@@ -68,6 +70,7 @@ def soft_dtw(
     return arrays.give_back(values, a)
 
 
+@replayed
 def soft_dtw_value_and_grad(
     a, b, *, gamma=1.0, cost="sqeuclidean", bandwidth=None, lengths_a=None, lengths_b=None
 ):
@@ -97,6 +100,7 @@ def soft_dtw_value_and_grad(
     return arrays.give_back(values, a), tuple(arrays.give_back(grad, a) for grad in gradients)
 
 
+@replayed
 def soft_dtw_alignment(
     a, b, *, gamma=1.0, cost="sqeuclidean", bandwidth=None, lengths_a=None, lengths_b=None
 ):
@@ -125,6 +129,7 @@ def soft_dtw_alignment(
     return arrays.give_back(E, a)
 
 
+@replayed
 def soft_dtw_value_and_grad_gamma(
     a, b, *, gamma=1.0, cost="sqeuclidean", bandwidth=None, lengths_a=None, lengths_b=None
 ):
@@ -157,6 +162,11 @@ def forward_keeping(a, b, **options):
     """
     values, kept = engine.forward(borrow("soft_dtw", a, b, **options), SERIES)
     return arrays.give_back(values, a), kept and arrays.give_back(kept, a)
+
+
+def kept_size(a, b, **options):
+    """For adapters: bytes of what `forward_keeping` keeps on a CUDA device."""
+    return engine.kept_size(borrow("soft_dtw", a, b, **options), SERIES)
 
 
 def backward(grad_values, a, b, values, kept, **options):

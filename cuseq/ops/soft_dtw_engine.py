@@ -101,12 +101,24 @@ class Memory:
         ends, total = {}, 0
         for name, size in sections.items():
             ends[name] = total
-            total += -(-size // 256) * 256  # each as aligned as an allocation
+            total += _as_aligned(size)
         self.array = array or arrays.empty((total,), "uint8", like)
         self._pointers = {name: self.array.pointer + offset for name, offset in ends.items()}
 
     def __getitem__(self, name):
         return self._pointers[name]
+
+
+def _as_aligned(size):
+    """The room for a section, so that the next one is as aligned as an allocation."""
+    return -(-size // 256) * 256
+
+
+def kept_size(call, output):
+    """Bytes of what a forward on a device keeps for a backward to this output."""
+    problem = call.problem
+    how = plan(problem, output, True, kernels.device_limits(problem.device))
+    return sum(map(_as_aligned, how.forward.values()))
 
 
 def forward(call, output=VALUES):

@@ -4,8 +4,10 @@ from cuseq.ops import soft_dtw_engine as engine
 from cuseq.ops.soft_dtw import borrow_cost, borrow_for_backward
 from cuseq.ops.soft_dtw_plan import ALIGNMENT, ENTROPY
 from cuseq.runtime import arrays
+from cuseq.runtime.replay import replayed
 
 
+@replayed
 def soft_dtw_from_cost(C, *, gamma=1.0, bandwidth=None, lengths_a=None, lengths_b=None):
     """Soft-DTW value of each cost matrix.
 
@@ -33,6 +35,7 @@ def soft_dtw_from_cost(C, *, gamma=1.0, bandwidth=None, lengths_a=None, lengths_
     return arrays.give_back(values, C)
 
 
+@replayed
 def soft_dtw_from_cost_value_and_grad(
     C, *, gamma=1.0, bandwidth=None, lengths_a=None, lengths_b=None
 ):
@@ -57,6 +60,7 @@ def soft_dtw_from_cost_value_and_grad(
     return arrays.give_back(values, C), arrays.give_back(grad_C, C)
 
 
+@replayed
 def soft_dtw_from_cost_value_and_grad_gamma(
     C, *, gamma=1.0, bandwidth=None, lengths_a=None, lengths_b=None
 ):
@@ -87,6 +91,11 @@ def forward_keeping(C, **options):
     call = borrow_cost("soft_dtw_from_cost", C, **options)
     values, kept = engine.forward(call, ALIGNMENT)
     return arrays.give_back(values, C), kept and arrays.give_back(kept, C)
+
+
+def kept_size(C, **options):
+    """For adapters: bytes of what `forward_keeping` keeps on a CUDA device."""
+    return engine.kept_size(borrow_cost("soft_dtw_from_cost", C, **options), ALIGNMENT)
 
 
 def backward(grad_values, C, values, kept, **options):

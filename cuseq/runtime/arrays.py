@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cuseq.runtime import checks, kernels
+from cuseq.runtime import checks, kernels, replay
 from cuseq.runtime.checks import sentence
 
 HOST = -1  # the device number of host memory; CUDA devices are 0, 1, ...
@@ -66,29 +66,29 @@ class Array(NamedTuple):
 def borrow(name, x, operator):
     """Borrow argument `name` of `operator`: an `Array` over the memory of any library's array.
 
+    An `Array` is as it is, also one without memory, of which to plan a call.
     Raises TypeError for what is no array, for a JAX tracer and for arrays of no plain memory;
     ValueError for a tensor that autograd follows and for devices other than the host and CUDA.
     """
     library = _library_of_type.get(type(x)) or _recognise(name, x, operator)
-    return library.borrow(name, x, operator)
+    array = library.borrow(name, x, operator)
+    return replay.recording().borrowed(name, array) if replay.recording() else array
 
 
-def empty(shape, dtype, like):
-    """An uninitialised, C-contiguous array by the library and on the device of `like`."""
-    return like.library.empty(tuple(shape), dtype, like.device)
+def empty(shape, dtype, like, transposed=False):
+    """An uninitialised array by the library and on the device of `like`.
+
+    It is C-contiguous, or with its last two axes `transposed` in memory, but for libraries that may
+    have no strides.
+    """
+    array = like.library.empty(tuple(shape), dtype, like.device, transposed)
+    return replay.recording().allocated(array) if replay.recording() else array
 
 
 def empty_like(x, like):
-    """As `empty`, of x's shape and dtype, with its last two axes in the order of x's memory.
-
-    For libraries that may have no strides it is C-contiguous all the same.
-    """
-    *outer, rows, columns = x.shape
-    transposed = min(rows, columns) > 1 and 0 < abs(x.strides[-2]) < abs(x.strides[-1])
-    if not transposed or like.library.swap_last_axes is None:
-        return empty(x.shape, x.dtype, like)
-    swapped = like.library.swap_last_axes(empty((*outer, columns, rows), x.dtype, like).owner)
-    return like.library.borrow("", swapped, "")
+    """As `empty`, of x's shape and dtype, with its last two axes in the order of x's memory."""
+    transposed = min(x.shape[-2:]) > 1 and 0 < abs(x.strides[-2]) < abs(x.strides[-1])
+    return empty(x.shape, x.dtype, like, transposed)
 
 
 def give_back(array, like):
@@ -123,7 +123,7 @@ def real_array(name, values, first, operator):
 
 def _sequence(name, values, what):
     """A Python sequence as a NumPy array, anything else as it is."""
-    if not isinstance(values, (list, tuple, range)):
+    if isinstance(values, Array) or not isinstance(values, (list, tuple, range)):
         return values
     try:
         array = np.asarray(values)
@@ -161,6 +161,8 @@ def launching(first, *others):
     yield partial(kernels.launch, device, stream)
     for other in streams:
         kernels.order_after(other, stream, device)
+    if streams and replay.recording():
+        replay.recording().spoil()
     foreign = [array for array in (first, *others) if issubclass(array.library, DLPack)]
     if foreign:
         kernels.hold(foreign, stream, device)
@@ -197,12 +199,8 @@ class NumPy:
         return Array(x.ctypes.data, x.shape, strides, x.dtype.name, HOST, x, NumPy)
 
     @staticmethod
-    def empty(shape, dtype, device):
-        return NumPy.borrow("", np.empty(shape, numpy_dtype(dtype)), "")
-
-    @staticmethod
-    def swap_last_axes(x):
-        return x.swapaxes(-2, -1)
+    def empty(shape, dtype, device, transposed=False):
+        return NumPy.borrow("", _empty(np, shape, dtype, transposed), "")
 
     @staticmethod
     def host_view(x):
@@ -222,13 +220,38 @@ class CuPy:
         return Array(x.data.ptr, x.shape, strides, x.dtype.name, x.device.id, x, CuPy)
 
     @staticmethod
-    def empty(shape, dtype, device):
+    def describe(x, key, addresses):
+        address = x.data.ptr
+        addresses.append(address)
+        key += x.shape, x.strides, x.dtype, x.device.id, address % replay.ALIGNMENT
+
+    @staticmethod
+    def empty(shape, dtype, device, transposed=False):
         import cupy
 
         with cupy.cuda.Device(device):
-            return CuPy.borrow("", cupy.empty(shape, numpy_dtype(dtype)), "")
+            return CuPy.borrow("", _empty(cupy, shape, dtype, transposed), "")
 
-    swap_last_axes = NumPy.swap_last_axes
+    @staticmethod
+    def allocator(array):
+        import cupy
+
+        transposed = array.owner.size > 0 and not array.owner.flags.c_contiguous
+        if transposed:
+            return partial(_empty, cupy, array.shape, array.dtype, transposed)
+        return partial(cupy.empty, array.shape, array.owner.dtype)
+
+    @staticmethod
+    def address(owner):
+        return owner.data.ptr
+
+    @staticmethod
+    def current_device():
+        return sys.modules["cupy"].cuda.runtime.getDevice()
+
+    @staticmethod
+    def on_device(device):
+        return sys.modules["cupy"].cuda.Device(device)
 
     @staticmethod
     def upload(values, device):
@@ -280,15 +303,41 @@ class Torch:
         return Array(x.data_ptr(), tuple(x.shape), x.stride(), dtype, device, x, Torch)
 
     @staticmethod
-    def empty(shape, dtype, device):
-        torch = sys.modules["torch"]
-        place = torch.device("cpu") if device == HOST else torch.device("cuda", device)
-        x = torch.empty(shape, dtype=getattr(torch, dtype), device=place)
-        return Array(x.data_ptr(), shape, x.stride(), dtype, device, x, Torch)
+    def describe(x, key, addresses):
+        if (
+            not x.is_cuda
+            or x.is_neg()
+            or (x.requires_grad and sys.modules["torch"].is_grad_enabled())
+        ):
+            raise replay.NotDescribedError
+        try:
+            address = x.data_ptr()
+            key += x.shape, x.stride(), x.dtype, x.get_device(), address % replay.ALIGNMENT
+        except RuntimeError as none:  # sparse, or of a function transform
+            raise replay.NotDescribedError from none
+        addresses.append(address)
 
     @staticmethod
-    def swap_last_axes(x):
-        return x.transpose_(-2, -1)  # no view: autograd refuses to change a result that is one
+    def empty(shape, dtype, device, transposed=False):
+        torch = sys.modules["torch"]
+        place = torch.device("cpu") if device == HOST else torch.device("cuda", device)
+        if transposed:
+            shape = (*shape[:-2], shape[-1], shape[-2])
+        x = torch.empty(shape, dtype=getattr(torch, dtype), device=place)
+        if transposed:
+            x.transpose_(-2, -1)  # no view: autograd refuses to change a result that is one
+        return Array(x.data_ptr(), tuple(x.shape), x.stride(), dtype, device, x, Torch)
+
+    @staticmethod
+    def allocator(array):
+        return partial(array.owner.new_empty(0).new_empty_strided, array.shape, array.strides)
+
+    @staticmethod
+    def address(owner):
+        return owner.data_ptr()
+
+    current_device = CuPy.current_device
+    on_device = CuPy.on_device
 
     @staticmethod
     def upload(values, device):
@@ -298,7 +347,7 @@ class Torch:
 
     @staticmethod
     def stream(device):
-        return sys.modules["torch"].cuda.current_stream(device).cuda_stream
+        return sys.modules["torch"]._C._cuda_getCurrentRawStream(device)
 
     @staticmethod
     def host_view(x):
@@ -348,11 +397,9 @@ class DLPack:
         )
 
     @classmethod
-    def empty(cls, shape, dtype, device):
-        inner = NumPy if device == HOST else CuPy
+    def empty(cls, shape, dtype, device, transposed=False):
+        inner = NumPy if device == HOST else CuPy  # who takes the result may have no strides
         return inner.empty(shape, dtype, device)._replace(library=cls)
-
-    swap_last_axes = None  # who takes a result through DLPack may have no strides
 
     upload = CuPy.upload
     stream = CuPy.stream
@@ -404,10 +451,21 @@ class JAX(DLPack):
 _LIBRARIES = (  # module, name of its array class, library
     ("numpy", "ndarray", NumPy),
     ("cupy", "ndarray", CuPy),
+    ("torch.nn", "Parameter", Torch),
     ("torch", "Tensor", Torch),
     ("jax", "Array", JAX),
 )
-_library_of_type = {}
+
+
+class _Borrowed:
+    """The library of what was borrowed before."""
+
+    @staticmethod
+    def borrow(name, x, operator):
+        return x
+
+
+_library_of_type = {Array: _Borrowed}
 
 
 def _recognise(name, x, operator):
@@ -417,6 +475,8 @@ def _recognise(name, x, operator):
         array_class = getattr(module, class_name, None)
         if array_class is not None and isinstance(x, array_class):
             _library_of_type[type(x)] = library
+            if type(x) is array_class and library in (CuPy, Torch):
+                replay.describers[array_class] = library.describe
             return library
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         _library_of_type[type(x)] = DLPack
@@ -429,6 +489,14 @@ def _recognise(name, x, operator):
             f"pass numpy.asarray({name})",
         )
     )
+
+
+def _empty(library, shape, dtype, transposed):
+    """An uninitialised array of NumPy or CuPy, its last two axes transposed in memory or not."""
+    if not transposed:
+        return library.empty(shape, numpy_dtype(dtype))
+    *outer, rows, columns = shape
+    return library.empty((*outer, columns, rows), numpy_dtype(dtype)).swapaxes(-2, -1)
 
 
 def numpy_dtype(name):

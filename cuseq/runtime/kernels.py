@@ -6,6 +6,7 @@ the source; `#line` keeps the compiler's messages pointing at the file and line 
 kernels/.
 """
 
+import ctypes
 import re
 import threading
 from collections import deque
@@ -14,6 +15,7 @@ from importlib.resources import files
 from typing import NamedTuple
 
 from cuseq.runtime.checks import sentence
+from cuseq.runtime.replay import Pointer, recording
 
 C_TYPES = {
     "float64": "double",
@@ -73,18 +75,48 @@ def device_limits(device):
 def launch(device, stream, file, function, macros, grid, block, args, shared=0):
     """Launch `function` of kernels/`file` on a stream (its address) of a device.
 
-    `grid` and `block` are numbers of blocks and threads. `args` are as CuPy takes them: an int is
-    8 bytes (a pointer or a long long), a NumPy scalar is passed by its own size. `shared` is the
-    size of DYNAMIC_SHARED in bytes. Compiles at the first launch of a variant on a device.
+    `grid` and `block` are numbers of blocks and threads. `args` are ints, each 8 bytes (a pointer
+    or a long long), and NumPy scalars, each of its own size. `shared` is the size of DYNAMIC_SHARED
+    in bytes. Compiles at the first launch of a variant on a device.
     """
     if grid > MOST_BLOCKS:
         raise ValueError(
             sentence(function, f"work for up to {MOST_BLOCKS} blocks", grid, "split the batch")
         )
-    cupy = _cupy()
-    kernel = _kernel(file, function, macros, shared)
-    with cupy.cuda.Device(device):
-        kernel((grid,), (block,), args, shared_mem=shared, stream=_Stream(stream))
+    with _cupy().cuda.Device(device):
+        address = _function(device, file, function, macros, shared)
+        launched = Launch(address, grid, block, args, shared)
+        launched(stream)
+    if recording():
+        recording().launched(launched)
+
+
+class Launch:
+    """A compiled function with its grid and arguments, for launches on the current device.
+
+    Called with addresses of arrays, it takes these in place of those that its arguments were in.
+    """
+
+    def __init__(self, function, grid, block, args, shared):
+        self._numbers = (ctypes.c_longlong * len(args))(*map(_bits, args))
+        self._moving = [(k, x.slot, x.offset) for k, x in enumerate(args) if type(x) is Pointer]
+        size, first = ctypes.sizeof(ctypes.c_longlong), ctypes.addressof(self._numbers)
+        places = range(first, first + size * len(args), size)
+        self._places = (ctypes.c_void_p * len(args))(*places)
+        self._shape = function, grid, 1, 1, block, 1, 1, shared
+        self._args = ctypes.addressof(self._places), 0
+        self._launch = _cupy().cuda.driver.launchKernel
+
+    def __call__(self, stream, addresses=None):
+        if addresses:
+            for k, slot, offset in self._moving:
+                self._numbers[k] = addresses[slot] + offset
+        self._launch(*self._shape, stream, *self._args)
+
+
+def _bits(arg):
+    """A kernel's argument as an integer with the same first bytes."""
+    return arg if isinstance(arg, int) else int(arg.view(f"i{arg.itemsize}"))
 
 
 def order_after(stream, other, device):
@@ -129,11 +161,12 @@ def _cupy():
 
 
 @cache
-def _kernel(file, function, macros, shared):
+def _function(device, file, function, macros, shared):
+    """The address of a compiled function on a device, which is the current one."""
     kernel = _module(file, macros).get_function(function)
     if shared > SHARED_BY_DEFAULT:
         kernel.max_dynamic_shared_size_bytes = shared
-    return kernel
+    return kernel.kernel.ptr
 
 
 @cache

@@ -27,6 +27,8 @@ from pathlib import Path
 
 import numpy as np
 
+from cuseq.runtime import replay
+
 HERE = Path(__file__).resolve().parent
 KERNELS = HERE.parents[1] / "kernels"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cuseq" / "cpu_runner"
@@ -94,7 +96,15 @@ class CpuKernel:
 
 def launch(device, stream, file, function, macros, grid, block, args, shared=0):
     """Takes the place of `cuseq.runtime.kernels.launch`: runs on host memory, at once."""
-    _kernel(file, function, macros, shared)((grid,), (block,), args)
+    kernel = _kernel(file, function, macros, shared)
+
+    def again(stream, addresses):
+        moved = [addresses[x.slot] + x.offset if isinstance(x, replay.Pointer) else x for x in args]
+        kernel((grid,), (block,), moved)
+
+    kernel((grid,), (block,), args)
+    if replay.recording():
+        replay.recording().launched(again)
 
 
 def sanitized_environment():

@@ -11,7 +11,7 @@ from unittest import mock
 
 import numpy as np
 
-from cuseq.runtime import arrays, kernels
+from cuseq.runtime import arrays, kernels, replay
 from tests import cpu_runner, samples
 
 normal = partial(samples.normal, dtype="float32")
@@ -36,13 +36,34 @@ class OnDevice(arrays.NumPy):
         return array._replace(device=0, library=OnDevice)
 
     @staticmethod
-    def empty(shape, dtype, device):
+    def describe(x, key, addresses):
+        addresses.append(x.ctypes.data)
+        key += x.shape, x.strides, x.dtype, addresses[-1] % replay.ALIGNMENT
+
+    @staticmethod
+    def empty(shape, dtype, device, transposed=False):
+        if transposed:
+            shape = *shape[:-2], shape[-1], shape[-2]
         x = np.empty(shape, arrays.numpy_dtype(dtype)).view(DeviceArray)
         if dtype == "uint8":  # scratch: NaN, and letters as if the second stripe had sent them
             x.view(np.int64).fill(2**33 - 1)
         else:
             x.fill(poison(x.dtype))
-        return OnDevice.borrow("", x, "")
+        return OnDevice.borrow("", x.swapaxes(-2, -1) if transposed else x, "")
+
+    @staticmethod
+    def allocator(array):
+        transposed = len(array.shape) > 1 and array.strides[-2] < array.strides[-1]
+        arguments = array.shape, array.dtype, array.device, transposed
+        return lambda: OnDevice.empty(*arguments).owner
+
+    @staticmethod
+    def address(owner):
+        return owner.ctypes.data
+
+    @staticmethod
+    def current_device():
+        return 0
 
     @staticmethod
     def upload(values, device):
@@ -105,6 +126,7 @@ def installed(limits=LIMITS):
     """cuseq borrows DeviceArrays and launches on the CPU within this."""
     with (
         mock.patch.dict(arrays._library_of_type, {DeviceArray: OnDevice}),
+        mock.patch.dict(replay.describers, {DeviceArray: OnDevice.describe}),
         mock.patch.object(kernels, "launch", cpu_runner.launch),
         mock.patch.object(kernels, "device_limits", lambda device: limits),
     ):

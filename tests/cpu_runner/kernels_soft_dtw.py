@@ -737,7 +737,7 @@ def test_what_memory_held_before_does_not_matter():
     arrays = normal(5, 70, 2), normal(5, 20, 2, seed=1)
     clean = run(*arrays)
 
-    def filled(shape, dtype, device):
+    def filled(shape, dtype, device, transposed=False):
         x = OnDevice.upload(np.zeros(shape, dtype_of(dtype)), device)
         x.owner.view(np.uint8).fill(0)
         return x
