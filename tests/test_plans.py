@@ -895,7 +895,7 @@ def problem_of(x, layout, *others, weight=None, final_state=None, **options):
     options = dict.fromkeys(("bias", "activation", "seq_idx", "initial_state")) | options
     arguments = [options[name] for name in ("bias", "activation")]
     more = [options[name] for name in ("seq_idx", "initial_state")]
-    call = causal_conv1d._borrow("causal_conv1d", x, weight, *arguments, layout, *more)
+    call = causal_conv1d.borrow("causal_conv1d", x, weight, *arguments, layout, *more)
     seen = [as_bdl(arrays.borrow("other", other, ""), layout) for other in others]
     return call.problem(*seen, final_state=final_state)
 

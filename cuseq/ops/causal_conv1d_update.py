@@ -97,29 +97,18 @@ def causal_conv1d_update(
     >>> y, state
     (array([[23.]]), array([[[3.]]]))
     """
-    operator = "causal_conv1d_update"
-    check_options(activation, layout)
-    given = arrays.borrow("x", x, operator)
-    checks.floating("x", given)
-    tokens = _as_bdt(given, layout)
+    call = borrow(x, state, weight, bias, activation, layout, cache_seqlens, state_indices)
+    tokens, pool, weight, bias, seqlens, indices = call.arrays
     B, D, T = tokens.shape
-    weight, bias, _ = borrow_filter(operator, tokens, weight, bias)
-    W = weight.shape[1]
-    pool = arrays.borrow("state", state, operator)
-    check_state("state", pool, tokens, B if state_indices is None else None, W)
-    _check_writable(pool, state)
-    P, _, S = pool.shape
-    seqlens = _index("cache_seqlens", cache_seqlens, tokens, (0, 2**63), "a count from 0 on")
-    indices = _index("state_indices", state_indices, tokens, (-(2**63), P), f"a row below P = {P}")
-
-    y = arrays.empty(given.shape, given.dtype, given)
+    (P, _, S), W = pool.shape, weight.shape[1]
+    y = arrays.empty(call.given.shape, call.given.dtype, call.given)
     y_seen, silu = _as_bdt(y, layout), activation is not None
-    if given.device == HOST:
-        views = [a and a.numpy() for a in (tokens, pool, weight, bias, seqlens, indices, y_seen)]
+    if y.device == HOST:
+        views = [a and a.numpy() for a in (*call.arrays, y_seen)]
         host.update(*views[:4], silu, *views[4:])
     elif y.size:
         dtypes = (
-            given.dtype,
+            y.dtype,
             weight.dtype,
             bias.dtype if bias else weight.dtype,
             pool.dtype,
@@ -128,7 +117,7 @@ def causal_conv1d_update(
         )
         channels = min(at_once(tensor.seen_as(0, 2, 1)) for tensor in (tokens, y_seen))
         together = channels, rows_at_once(weight), rows_at_once(pool)
-        how = plan(Problem(B, D, T, W, P, S, dtypes, silu, *together, given.device))
+        how = plan(Problem(B, D, T, W, P, S, dtypes, silu, *together, y.device))
         args = (
             *tokens.flat,
             *pool.flat,
@@ -139,9 +128,34 @@ def causal_conv1d_update(
             *y_seen.flat,
             *(D, T, P, S),
         )
-        with arrays.launching(tokens, pool, weight, bias, seqlens, indices) as launch:
+        with arrays.launching(*call.arrays) as launch:
             launch(FILE, "causal_conv1d_update", how.macros, how.grid, how.block, args)
     return arrays.give_back(y, x)
+
+
+class Call(NamedTuple):
+    """What was borrowed, None for what there is not."""
+
+    given: arrays.Array  # x as the caller has it
+    arrays: tuple  # x as (B, D, T), state, weight as (D, W), bias, cache_seqlens, state_indices
+
+
+def borrow(x, state, weight, bias, activation, layout, cache_seqlens, state_indices):
+    """The call of the public function, here and in adapters; everything wrong raises here."""
+    operator = "causal_conv1d_update"
+    check_options(activation, layout)
+    given = arrays.borrow("x", x, operator)
+    checks.floating("x", given)
+    tokens = _as_bdt(given, layout)
+    weight, bias, _ = borrow_filter(operator, tokens, weight, bias)
+    pool = arrays.borrow("state", state, operator)
+    rows = tokens.shape[0] if state_indices is None else None
+    check_state("state", pool, tokens, rows, weight.shape[1])
+    _check_writable(pool, state)
+    P = pool.shape[0]
+    seqlens = _index("cache_seqlens", cache_seqlens, tokens, (0, 2**63), "a count from 0 on")
+    indices = _index("state_indices", state_indices, tokens, (-(2**63), P), f"a row below P = {P}")
+    return Call(given, (tokens, pool, weight, bias, seqlens, indices))
 
 
 def _as_bdt(x, layout):

@@ -85,6 +85,12 @@ def empty(shape, dtype, like, transposed=False):
     return replay.recording().allocated(array) if replay.recording() else array
 
 
+def scratch(shape, dtype, like):
+    """As `empty` for working memory, which a library that lends memory for results alone lacks."""
+    library = getattr(like.library, "of_scratch", like.library)
+    return empty(shape, dtype, like._replace(library=library))
+
+
 def empty_like(x, like):
     """As `empty`, of x's shape and dtype, with its last two axes in the order of x's memory."""
     transposed = min(x.shape[-2:]) > 1 and 0 < abs(x.strides[-2]) < abs(x.strides[-1])
