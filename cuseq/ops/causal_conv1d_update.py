@@ -98,46 +98,16 @@ def causal_conv1d_update(
     (array([[23.]]), array([[[3.]]]))
     """
     call = borrow(x, state, weight, bias, activation, layout, cache_seqlens, state_indices)
-    tokens, pool, weight, bias, seqlens, indices = call.arrays
-    B, D, T = tokens.shape
-    (P, _, S), W = pool.shape, weight.shape[1]
-    y = arrays.empty(call.given.shape, call.given.dtype, call.given)
-    y_seen, silu = _as_bdt(y, layout), activation is not None
-    if y.device == HOST:
-        views = [a and a.numpy() for a in (*call.arrays, y_seen)]
-        host.update(*views[:4], silu, *views[4:])
-    elif y.size:
-        dtypes = (
-            y.dtype,
-            weight.dtype,
-            bias.dtype if bias else weight.dtype,
-            pool.dtype,
-            seqlens.dtype if seqlens else "int32",
-            indices.dtype if indices else "int32",
-        )
-        channels = min(at_once(tensor.seen_as(0, 2, 1)) for tensor in (tokens, y_seen))
-        together = channels, rows_at_once(weight), rows_at_once(pool)
-        how = plan(Problem(B, D, T, W, P, S, dtypes, silu, *together, y.device))
-        args = (
-            *tokens.flat,
-            *pool.flat,
-            *weight.flat,
-            *(bias.flat if bias else NOTHING[:2]),
-            *(seqlens.flat if seqlens else NOTHING[:2]),
-            *(indices.flat if indices else NOTHING[:2]),
-            *y_seen.flat,
-            *(D, T, P, S),
-        )
-        with arrays.launching(*call.arrays) as launch:
-            launch(FILE, "causal_conv1d_update", how.macros, how.grid, how.block, args)
-    return arrays.give_back(y, x)
+    return arrays.give_back(update(call), x)
 
 
 class Call(NamedTuple):
     """What was borrowed, None for what there is not."""
 
     given: arrays.Array  # x as the caller has it
+    layout: str  # of it
     arrays: tuple  # x as (B, D, T), state, weight as (D, W), bias, cache_seqlens, state_indices
+    silu: bool
 
 
 def borrow(x, state, weight, bias, activation, layout, cache_seqlens, state_indices):
@@ -155,7 +125,45 @@ def borrow(x, state, weight, bias, activation, layout, cache_seqlens, state_indi
     P = pool.shape[0]
     seqlens = _index("cache_seqlens", cache_seqlens, tokens, (0, 2**63), "a count from 0 on")
     indices = _index("state_indices", state_indices, tokens, (-(2**63), P), f"a row below P = {P}")
-    return Call(given, (tokens, pool, weight, bias, seqlens, indices))
+    borrowed = tokens, pool, weight, bias, seqlens, indices
+    return Call(given, layout, borrowed, activation is not None)
+
+
+def update(call):
+    """y as a borrowed array; the state is updated."""
+    tokens, pool, weight, bias, seqlens, indices = call.arrays
+    B, D, T = tokens.shape
+    (P, _, S), W = pool.shape, weight.shape[1]
+    y = arrays.empty(call.given.shape, call.given.dtype, call.given)
+    y_seen = _as_bdt(y, call.layout)
+    if y.device == HOST:
+        views = [a and a.numpy() for a in (*call.arrays, y_seen)]
+        host.update(*views[:4], call.silu, *views[4:])
+    elif y.size:
+        dtypes = (
+            y.dtype,
+            weight.dtype,
+            bias.dtype if bias else weight.dtype,
+            pool.dtype,
+            seqlens.dtype if seqlens else "int32",
+            indices.dtype if indices else "int32",
+        )
+        channels = min(at_once(tensor.seen_as(0, 2, 1)) for tensor in (tokens, y_seen))
+        together = channels, rows_at_once(weight), rows_at_once(pool)
+        how = plan(Problem(B, D, T, W, P, S, dtypes, call.silu, *together, y.device))
+        args = (
+            *tokens.flat,
+            *pool.flat,
+            *weight.flat,
+            *(bias.flat if bias else NOTHING[:2]),
+            *(seqlens.flat if seqlens else NOTHING[:2]),
+            *(indices.flat if indices else NOTHING[:2]),
+            *y_seen.flat,
+            *(D, T, P, S),
+        )
+        with arrays.launching(*call.arrays) as launch:
+            launch(FILE, "causal_conv1d_update", how.macros, how.grid, how.block, args)
+    return y
 
 
 def _as_bdt(x, layout):
