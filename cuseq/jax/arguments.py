@@ -34,14 +34,21 @@ def options(**given):
 
     A sequence or a NumPy array has its values checked while a function is traced.
     """
+    given = {name: _whole(x) for name, x in given.items()}
+    fixed = {name for name, x in given.items() if x is None or isinstance(x, (Number, str))}
     arrays = {
-        name: _brought(name, np.asarray(x)) if not isinstance(x, jax.Array) else x
+        name: x if isinstance(x, jax.Array) else _brought(name, np.asarray(x))
         for name, x in given.items()
-        if not (x is None or isinstance(x, (Number, str)))
+        if name not in fixed
     }
     checked = {name: described(x) if isinstance(x, jax.Array) else x for name, x in given.items()}
-    plain = tuple((name, x) for name, x in given.items() if name not in arrays)
-    return Options(checked, arrays, plain)
+    return Options(checked, arrays, tuple((name, given[name]) for name in given if name in fixed))
+
+
+def _whole(x):
+    """A sequence of traced numbers, as jit makes it of one of numbers, as an array."""
+    traced = isinstance(x, (list, tuple)) and any(isinstance(n, jax.Array) for n in x)
+    return jnp.stack(x) if traced else x
 
 
 def _brought(name, x):

@@ -177,7 +177,8 @@ def _keep_step(call, given):
 
 def _gradients_of_step(call, given, outer):
     """A step is a convolution of a short signal with the state before it."""
-    whole = Call("causal_conv1d", by_row.borrow, (*call.plain, ("seq_idx", None)), True)
+    plain = tuple((name, x) for name, x in call.plain if name not in INDICES)
+    whole = Call("causal_conv1d", by_row.borrow, (*plain, ("seq_idx", None)), True)
     names = {"state": "initial_state"}
     (gradients,) = _gradients(whole, {names.get(name, name): x for name, x in given.items()}, outer)
     return ({name: gradients[names.get(name, name)] for name in given},)

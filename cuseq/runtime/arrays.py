@@ -429,7 +429,7 @@ class JAX(DLPack):
                     name,
                     "an array with values",
                     f"a tracer ({type(x).__name__})",
-                    f"call cuseq.{operator} outside of jax.jit, grad and vmap",
+                    "use cuseq.jax, whose functions run under jit, grad and vmap",
                 )
             )
         devices = x.devices()
