@@ -359,6 +359,7 @@ def test_one_input_in_each_shape(place, shape):
 def test_a_donated_state_is_updated_in_its_memory(place):
     x, state, weight, bias = brought(place, [*update_arguments(2, 5, 1, 4, 3).values()])
     wanted = adapter.causal_conv1d_update(x, state, weight, bias)
+    state = state + 0  # in memory of JAX's own, not NumPy's
     pointer = state.unsafe_buffer_pointer()
     step = jax.jit(adapter.causal_conv1d_update, donate_argnums=1)
     y, after = step(x, state, weight, bias)
@@ -499,8 +500,15 @@ def test_wrong_values_of_traced_indices_give_nan(place):
     assert np.isnan(values[0]) and np.isfinite(values[1])
 
 
-def test_integers_that_jax_would_cut_off_are_refused():
-    with jax.enable_x64(False):
-        a = jnp.zeros((2, 5, 3))
-        refused(ValueError, "bandwidth", adapter.soft_dtw, a, a, bandwidth=[2**40, 1])
-        assert adapter.soft_dtw(a, a, bandwidth=2**40).shape == (2,)
+@pytest.fixture
+def as_jax_comes():
+    """Without 64 bits."""
+    jax.config.update("jax_enable_x64", False)
+    yield
+    jax.config.update("jax_enable_x64", True)
+
+
+def test_integers_that_jax_would_cut_off_are_refused(as_jax_comes):
+    a = jnp.zeros((2, 5, 3))
+    refused(ValueError, "bandwidth", adapter.soft_dtw, a, a, bandwidth=[2**40, 1])
+    assert adapter.soft_dtw(a, a, bandwidth=2**40).shape == (2,)
