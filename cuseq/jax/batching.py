@@ -10,9 +10,10 @@ from cuseq.runtime.checks import sentence
 def operation(name, compute, batched):
     """A function from JAX arrays by name to a tuple of results, as JAX's transformations take it.
 
-    `batched(size, mapped, given)` computes it where those arrays of which `mapped` says so have one
-    more axis in front, of that size, and returns results that all have it. To differentiate raises:
-    derivatives are on top of this.
+    `batched(again, size, mapped, given)` computes it where those arrays of which `mapped` says so
+    have one more axis in front, of that size, and returns results that all have it; `again` is this
+    operation, to be called with it folded into another axis. To differentiate raises: derivatives
+    are on top of this.
     """
 
     @custom_vmap
@@ -22,10 +23,10 @@ def operation(name, compute, batched):
     @mapped.def_vmap
     def rule(size, which, given):
         if size:
-            results = batched(size, which[0], given)
+            results = batched(mapped, size, which[0], given)
         else:
             one = {name: _one(x) if which[0][name] else x for name, x in given.items()}
-            shapes = jax.eval_shape(compute, one)
+            shapes = jax.eval_shape(mapped, one)
             results = tuple(jnp.empty((0, *x.shape), x.dtype) for x in shapes)
         return results, (True,) * len(results)
 
@@ -80,7 +81,7 @@ def unfold(size, results, axes):
     return tuple(unfolded)
 
 
-def one_by_one(compute, mapped, given):
+def one_by_one(operation, mapped, given):
     """Results of one sample after the other."""
     each = {name: x for name, x in given.items() if mapped[name]}
-    return jax.lax.map(lambda sample: compute({**given, **sample}), each)
+    return jax.lax.map(lambda sample: operation({**given, **sample}), each)

@@ -108,7 +108,7 @@ def _operation(call, compute, returned, rows):
     `rows` says whether a mapped axis may be more rows.
     """
 
-    def batched(size, mapped, given):
+    def batched(again, size, mapped, given):
         one_filter = not (mapped["weight"] or mapped.get("bias"))
         if rows and one_filter:
             axes = {name: 0 if name in WITH_ROWS else None for name in (*given, *returned)}
@@ -116,10 +116,10 @@ def _operation(call, compute, returned, rows):
                 given = {**given, "state_indices": _in_one_pool(size, mapped["state"], **given)}
                 mapped = {**mapped, "state_indices": True}
         elif any(mapped[name] for name in INDICES & {*given}):
-            return one_by_one(compute, mapped, given)
+            return one_by_one(again, mapped, given)
         else:
             axes = {name: _axis_of_channels(call, name) for name in (*given, *returned)}
-        results = compute(fold(size, mapped, given, axes))
+        results = again(fold(size, mapped, given, axes))
         return unfold(size, results, [axes[name] for name in returned])
 
     return operation(call.operator, compute, batched)

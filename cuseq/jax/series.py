@@ -63,14 +63,14 @@ def _compute(call, output, given):
         results = _results(output, given)
         return callback(_run, results, given, (("call", call), ("output", output)))
 
-    def batched(size, mapped, given):
+    def batched(again, size, mapped, given):
         given = dict(given)
         B = max(x.shape[mapped[name]] for name, x in given.items() if x.ndim > mapped[name])
         for name, x in given.items():
             if mapped[name] and x.ndim == 1:  # one for all of a mapped sample
                 given[name] = jnp.repeat(x[:, None], B, axis=1)
         axes = {name: 0 if x.ndim else None for name, x in given.items()}
-        results = compute(fold(size, mapped, given, axes))
+        results = again(fold(size, mapped, given, axes))
         return unfold(size, results, [0] * len(results))
 
     return operation(call.operator, compute, batched)(given)
