@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.samples import DTYPES
+from tests.samples import DTYPES, dtype_of
 
 
 def module(name):
@@ -330,6 +330,9 @@ def poison(array):
     owner = array.owner
     if array.size == 0:
         return
+    if hasattr(owner, "__dlpack_device__") and not hasattr(owner, "strides"):  # XLA's buffer
+        fill_buffer(array)
+        return
     if len(array.shape) > 1 and array.strides[-2] < array.strides[-1]:
         owner = owner.swapaxes(-2, -1)  # as it lies in memory
     if isinstance(owner, np.ndarray):
@@ -343,6 +346,13 @@ def poison(array):
         owner.data.memset_async(255, owner.nbytes)
         if array.dtype == "uint8":
             owner.view("int64").fill(POISON_OF_SCRATCH)
+
+
+def fill_buffer(array):
+    """Fill a buffer that XLA lent, on XLA's stream."""
+    nbytes, stream = array.size * dtype_of(array.dtype).itemsize, array.library.stream(array.device)
+    runtime = importlib.import_module("cupy").cuda.runtime
+    runtime.memsetAsync(int(array.pointer), 255, nbytes, stream)
 
 
 @cache
