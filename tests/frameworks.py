@@ -330,9 +330,6 @@ def poison(array):
     owner = array.owner
     if array.size == 0:
         return
-    if hasattr(owner, "__dlpack_device__") and not hasattr(owner, "strides"):  # XLA's buffer
-        fill_buffer(array)
-        return
     if len(array.shape) > 1 and array.strides[-2] < array.strides[-1]:
         owner = owner.swapaxes(-2, -1)  # as it lies in memory
     if isinstance(owner, np.ndarray):
@@ -342,6 +339,8 @@ def poison(array):
         owner.view(-1).view(torch.uint8).fill_(255)
         if array.dtype == "uint8":
             owner.view(torch.int64).fill_(POISON_OF_SCRATCH)
+    elif not hasattr(owner, "data"):
+        fill_buffer(array)
     else:
         owner.data.memset_async(255, owner.nbytes)
         if array.dtype == "uint8":

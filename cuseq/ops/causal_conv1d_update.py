@@ -195,7 +195,10 @@ def _check_writable(state, given):
                 "pass state.resolve_neg()",
             )
         )
-    read_only = state.device == HOST and not state.library.host_view(state.owner).flags.writeable
+    if state.device == HOST:
+        read_only = not state.library.host_view(state.owner).flags.writeable
+    else:
+        read_only = issubclass(state.library, arrays.DLPack) and state.library.read_only(given)
     repeats = any(n > 1 and s == 0 for n, s in zip(state.shape, state.strides, strict=True))
     if state.size and (read_only or repeats):
         got = (
