@@ -11,6 +11,7 @@ XLA's stream. There a call whose like was seen before is replayed (cuseq.runtime
 import threading
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import numpy as np
 from jax import ShapeDtypeStruct
@@ -109,14 +110,13 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-class _Stream:
+class _Stream(NamedTuple):
     """XLA's stream, as CuPy takes one from elsewhere."""
 
-    def __init__(self, address):
-        self._address = address
+    address: int
 
     def __cuda_stream__(self):
-        return 0, self._address
+        return 0, self.address
 
 
 class Scratch(arrays.CuPy):
@@ -142,9 +142,15 @@ class Scratch(arrays.CuPy):
 def _on_xlas_stream(device):
     import cupy
 
-    stream = cupy.cuda.Stream.from_external(_Stream(_thread.stream))
-    with cupy.cuda.Device(device), stream:
+    with cupy.cuda.Device(device), _of_cupy(device, _thread.stream):
         yield
+
+
+@lru_cache
+def _of_cupy(device, stream):
+    import cupy
+
+    return cupy.cuda.Stream.from_external(_Stream(stream))
 
 
 class Lent:
