@@ -6,6 +6,7 @@ framework, on the caller's memory and stream, and waits for nothing.
 
 import math
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -205,32 +206,58 @@ def test_nothing_waits(place, name, dtype):
 # Streams of JAX, whose work is queued by XLA:
 
 
+def slowly(jax, x, matrix):
+    """x, after some 100 ms of multiplying matrices."""
+    tanh = jax.numpy.tanh
+    matrix = jax.lax.fori_loop(0, 300, lambda _, m: tanh(m @ matrix), matrix)
+    return x + 0 * matrix[0, 0]
+
+
+@cache
+def slow_work(place):
+    """What to multiply, on the device of this place."""
+    matrix = np.full((6000, 6000), 1e-4, np.float32)
+    return place.library.device_put(matrix, place.library.devices("cuda")[0])
+
+
 @over([JAX_CUDA])
 @each_function
 def test_a_slow_producer_of_jax(place, name):
     """The core takes arrays that XLA has yet to compute, and does not wait for them."""
-    jax = place.library
-    jnp, case = jax.numpy, CASES[name]
+    jax, case, matrix = place.library, CASES[name], slow_work(place)
     numbers = case.arrays("float32")
     given, options = brought(place, case, numbers)
-    first = next(iter(given))
-
-    @jax.jit
-    def slowly(x, matrix):
-        """x, after some 100 ms."""
-        matrix = jax.lax.fori_loop(0, 300, lambda _, m: jnp.tanh(m @ matrix), matrix)
-        return x + 0 * matrix[0, 0]
-
-    home = next(iter(given[first].devices()))
-    matrix = jax.device_put(np.full((6000, 6000), 1e-4, np.float32), home)
-    slowly(given[first], matrix).block_until_ready()
+    first, producer = next(iter(given)), jax.jit(partial(slowly, jax))
+    producer(given[first], matrix).block_until_ready()
     called(name, given, options)
     given, options = brought(place, case, numbers)
     CUPY.library.cuda.Device().synchronize()
-    late = slowly(given[first], matrix)
+    late = producer(given[first], matrix)
     results = named(name, called(name, given | {first: late}, options))
     assert not late.is_ready(), "the call waited for the device"
     check(name, as_numpy(place, results), numbers)
+
+
+@over([JAX_CUDA])
+def test_a_slow_producer_in_a_program(place):
+    """The kernels are queued on the stream of XLA, behind what it computes."""
+    jax, matrix = place.library, slow_work(place)
+    adapter = pytest.importorskip("cuseq.jax")
+    a, x, weight = (
+        place.array(normal(*s, dtype="float32")) for s in ((2, 9, 3), (2, 3, 9), (3, 4))
+    )
+
+    @jax.jit
+    def program(a, x, matrix):
+        a, x = slowly(jax, a, matrix), slowly(jax, x, matrix)
+        y = adapter.causal_conv1d(x, weight)
+        return adapter.soft_dtw(a, y.swapaxes(1, 2))
+
+    wanted = cuseq.soft_dtw(a, cuseq.causal_conv1d(x, weight).swapaxes(1, 2))
+    program(a, x, matrix).block_until_ready()
+    values = program(a, x, matrix)
+    assert not values.is_ready(), "the program waited for the device"
+    np.testing.assert_allclose(values, wanted, rtol=1e-6)
 
 
 @over([JAX_CUDA])

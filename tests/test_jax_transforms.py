@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import cuseq
+from tests import frameworks
 from tests.frameworks import JAX_CPU, JAX_CUDA, over, same_bits
 from tests.samples import normal
 
@@ -403,7 +404,7 @@ import jax, numpy as np
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import cuseq, cuseq.jax
-devices = jax.devices()
+devices = jax.devices()[:2]
 assert len(devices) == 2, devices
 rng = np.random.default_rng(0)
 a, b = (rng.normal(size=(4, n, 2)).astype("float32") for n in (6, 5))
@@ -411,31 +412,29 @@ wanted, (grad_a, grad_b) = cuseq.soft_dtw_value_and_grad(a, b)
 sharding = NamedSharding(Mesh(np.array(devices), "i"), P("i"))
 x, y = jax.device_put(a, sharding), jax.device_put(b, sharding)
 values = jax.jit(cuseq.jax.soft_dtw)(x, y)
-np.testing.assert_allclose(values, wanted, rtol=1e-6)
-each = jax.pmap(jax.value_and_grad(lambda a, b: cuseq.jax.soft_dtw(a, b).sum()))
+np.testing.assert_allclose(values, wanted, rtol=1e-5, atol=1e-5)
+loss = jax.value_and_grad(lambda a, b: cuseq.jax.soft_dtw(a, b).sum())
+each = jax.pmap(loss, devices=devices)
 _, grads = each(a.reshape(2, 2, 6, 2), b.reshape(2, 2, 5, 2))
-np.testing.assert_allclose(grads.reshape(a.shape), grad_a, rtol=1e-5, atol=1e-6)
+np.testing.assert_allclose(grads.reshape(a.shape), grad_a, rtol=1e-4, atol=1e-4)
 for device in devices:
     value = jax.jit(cuseq.jax.soft_dtw)(jax.device_put(a, device), jax.device_put(b, device))
     assert value.devices() == {device}
-    np.testing.assert_allclose(value, wanted, rtol=1e-6)
+    np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-5)
 print("same")
 """
 
 
-def test_several_devices():
-    """Two that are the CPU: one each, shards, and one program over both."""
-    done = subprocess.run(
-        [sys.executable, "-c", SEVERAL_DEVICES],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={
-            **os.environ,
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-            "JAX_PLATFORMS": "cpu",
-        },
-    )
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_several_devices(platform):
+    """Two that are the CPU, or two CUDA devices: one each, shards, and one program over both."""
+    environment = os.environ | {"JAX_PLATFORMS": platform}
+    if platform == "cpu":
+        environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    elif frameworks.module("cupy").cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs a second CUDA device")
+    command = [sys.executable, "-c", SEVERAL_DEVICES]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "same"
 
