@@ -62,17 +62,17 @@ __device__ int out_of_numbers(const Place& at, const FirstOf* first_of_a, const 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 soft_dtw_forward(Index B, Index groups, Index stripes, const Pair* pairs /* [B] */,
                  const Real* a /* packed [batch_a, D, padded_a] */, const Real* b /* packed [batch_b, D, padded_b] */,
-                 Index batch_a, Index batch_b, Index D, Index padded_a, Index padded_b,
+                 Index D, Index padded_a, Index padded_b,
                  const C_T* C /* [B, N, M] */, Index C_stride_batch, Index C_stride_row, Index C_stride_column,
                  int* spoilt /* [B] */, double factor, RowLetter* mail /* see letters_of */, Index mail_blocks,
                  Real* lanes /* kept: [stripes, groups, chunks, LANE_WORDS, 32], else null */, Index chunks,
                  const FirstOf* first_of_a /* [batch_a, tiles] */, const FirstOf* first_of_b /* [batch_b, tiles] */,
-                 Real* values /* [B] */) {
+                 Real* values /* each at its pair's place */) {
     DYNAMIC_SHARED(Plane, prepared);  // two, for helpers
     bool sweeps = threadIdx.x < WARP, kept = lanes != nullptr;
     Place at(pairs, B, int(stripes), int(blockIdx.x / groups), int(blockIdx.x % groups));
-    Source source = source_of(at, a, b, batch_a, batch_b, D, padded_a, padded_b, C, C_stride_batch, C_stride_row,
-                              C_stride_column, spoilt, factor);
+    Source source = source_of(at, a, b, D, padded_a, padded_b, C, C_stride_batch, C_stride_row, C_stride_column, spoilt,
+                              factor);
     Steps steps(at);
     const RowLetter* letters_in = letters_of(at.stripe - 1, mail, B, mail_blocks, kept, at, at.row - ROWS);
     RowLetter* letters_out = letters_of(at.stripe, mail, B, mail_blocks, kept, at, at.row);
@@ -136,12 +136,11 @@ soft_dtw_forward(Index B, Index groups, Index stripes, const Pair* pairs /* [B] 
         }
     }
     if (!sweeps) return;
-    int instead = out_of_numbers(at, first_of_a + (batch_a > 1 ? at.index : 0) * ((padded_a + TILE - 1) / TILE),
-                                 first_of_b + (batch_b > 1 ? at.index : 0) * ((padded_b + TILE - 1) / TILE),
-                                 source.spoilt);
+    int instead = out_of_numbers(at, first_of_a + at.pair.a * ((padded_a + TILE - 1) / TILE),
+                                 first_of_b + at.pair.b * ((padded_b + TILE - 1) / TILE), source.spoilt);
     if (!ends) return;
     double unit = hard ? 1 : at.pair.gamma * LN_2;
-    values[at.index] = instead < 0 ? not_a_number<Real>()
-                       : instead > 0 || value >= NO_PATH ? Real(infinity())
-                                                         : Real(value * unit);
+    values[at.pair.place] = instead < 0 ? not_a_number<Real>()
+                            : instead > 0 || value >= NO_PATH ? Real(infinity())
+                                                              : Real(value * unit);
 }

@@ -23,10 +23,20 @@ struct alignas(16) Pair {  // one pair of series
     int n, m;              // lengths; 1, 1 where the pair is not usable
     int lower, upper;      // of the band: i - j <= lower and j - i <= upper
     double gamma;
+    Index place;           // of its value among all values
     int usable;            // 0: its length, bandwidth or gamma is out of range, and so its value NaN
+    int a, b;              // which series of each batch
     __device__ __forceinline__ bool inside(int i, int j) const {
         return i < n && j < m && i - j <= lower && j - i <= upper;
     }
+};
+
+struct Grid {  // which series meet, and where the values go
+    Index every_a, batch_a, every_b, batch_b;  // pair k has series k / every % batch of each batch
+    Index columns, first, row_length;          // the values of `columns` pairs are beside each other in a row
+    __device__ int a(Index k) const { return int(k / every_a % batch_a); }
+    __device__ int b(Index k) const { return int(k / every_b % batch_b); }
+    __device__ Index place(Index k) const { return first + k / columns * row_length + k % columns; }
 };
 
 struct FirstOf {  // among the rows of a tile: the first with a NaN, with an infinity, or NONE

@@ -139,12 +139,13 @@ __device__ __forceinline__ void write_alignment(const Place& at, int block, cons
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 soft_dtw_backward(Index B, Index groups, Index stripes, const Pair* pairs /* [B] */,
                   const Real* a /* packed [batch_a, D, padded_a] */, const Real* b /* packed [batch_b, D, padded_b] */,
-                  Index batch_a, Index batch_b, Index D, Index padded_a, Index padded_b,
+                  Index D, Index padded_a, Index padded_b,
                   const C_T* C /* [B, N, M] */, Index C_stride_batch, Index C_stride_row, Index C_stride_column,
                   int* spoilt /* [B] */, double factor, RowLetter* mail /* see letters_of */, Index mail_blocks,
                   const Real* lanes /* [stripes, groups, chunks, LANE_WORDS, 32] */, Index chunks,
-                  const Real* grad_values /* [B], or null for ones */, Index grad_values_stride,
-                  const Real* values /* [B] */,
+                  const Real* grad_values /* in rows, as the values are; or null for ones */, Index row_length,
+                  Index grad_values_stride_row, Index grad_values_stride_column,
+                  const Real* values /* each at its pair's place */,
                   Letter* mail_back /* [B, blocks] */, Index blocks,
                   Real* sums_a /* [B, D, padded_a] */, Letter* sums_b /* [B, D, blocks] */,
                   Real* in_flight /* [stripes * groups, D, 32, COLUMNS] */,
@@ -155,8 +156,8 @@ soft_dtw_backward(Index B, Index groups, Index stripes, const Pair* pairs /* [B]
     bool sweeps = threadIdx.x < WARP;
     Index task = gridDim.x - 1 - blockIdx.x;  // of the forward: its stripes in reverse
     Place at(pairs, B, int(stripes), int(task / groups), int(task % groups));
-    Source source = source_of(at, a, b, batch_a, batch_b, D, padded_a, padded_b, C, C_stride_batch, C_stride_row,
-                              C_stride_column, spoilt, factor);
+    Source source = source_of(at, a, b, D, padded_a, padded_b, C, C_stride_batch, C_stride_row, C_stride_column, spoilt,
+                              factor);
     Steps steps(at);
     const RowLetter* letters_in = letters_of(at.stripe - 1, mail, B, mail_blocks, true, at, at.row - ROWS);
     RowLetter inbox;
@@ -165,8 +166,11 @@ soft_dtw_backward(Index B, Index groups, Index stripes, const Pair* pairs /* [B]
     bool hard = at.pair.gamma == 0;
     int last_row = at.pair.n - 1 - at.row, last_column = (at.pair.m - 1) % COLUMNS;
     int last_block = last_row >= 0 && last_row < ROWS ? (at.pair.m - 1) / COLUMNS : -1;
-    Real value = values[at.index];
-    Real seed = value - value != 0 ? Real(0) : grad_values ? grad_values[at.index * grad_values_stride] : Real(1);
+    Real value = values[at.pair.place], seed = 1;
+    if (grad_values)
+        seed = grad_values[at.pair.place / row_length * grad_values_stride_row +
+                           at.pair.place % row_length * grad_values_stride_column];
+    if (value - value != 0) seed = 0;
     Real entropy = 0;
     Gradients gradients(at, D, padded_a, blocks, task, sums_a, sums_b, in_flight);
     Sums sums{};

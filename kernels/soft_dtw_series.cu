@@ -10,7 +10,7 @@
 // of the series.
 //
 // Launch: blocks of 256 threads, one warp a tile of 32 rows of a series.
-// Compiled with: X_T (type of a and b), REAL, COSINE (0 or 1).
+// Compiled with: X_T (type of a and b), RESULT_T (of their gradients), REAL, COSINE (0 or 1).
 
 #include "soft_dtw.cuh"
 
@@ -36,12 +36,12 @@ template <class T> __device__ T entry(const void* data, Index k, Index kind, T o
 __device__ Pair checked(Index n, Index m, Index N, Index M, double gamma, Index band, bool banded) {
     bool usable = n >= 1 && n <= N && m >= 1 && m <= M && gamma >= 0 && gamma <= 1.7976931348623157e308 &&
                   (!banded || band >= 0);
-    if (!usable) return {1, 1, 0, 0, 1.0, 0};
+    if (!usable) return {1, 1, 0, 0, 1.0};
     Index widest = WIDEST_BAND;
-    if (!banded) return {int(n), int(m), WIDEST_BAND, WIDEST_BAND, gamma, 1};
+    if (!banded) return {int(n), int(m), WIDEST_BAND, WIDEST_BAND, gamma, 0, 1};
     band = min(band, widest);
     return {int(n), int(m), int(min(band + max(n - m, Index(0)), widest)), int(min(band + max(m - n, Index(0)), widest)),
-            gamma, 1};
+            gamma, 0, 1};
 }
 
 // Mail that nobody has sent yet.
@@ -54,9 +54,7 @@ struct Series {  // time series with their strides, in elements
     const X_T* data /* [batch, length, D] */;
     Index stride_batch, stride_row, stride_feature, batch, length, D;
     __device__ Index tiles() const { return (length + TILE - 1) / TILE; }
-    __device__ const X_T* at(Index pair, Index row) const {
-        return data + (batch > 1 ? pair : 0) * stride_batch + row * stride_row;
-    }
+    __device__ const X_T* at(Index k, Index row) const { return data + k * stride_batch + row * stride_row; }
 };
 
 struct Norm {  // of a row: largest * rest, for squares of the entries may overflow
@@ -98,29 +96,37 @@ __device__ void pack(const Series& series, Index unit, Index padded, Real* packe
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 soft_dtw_prepare(Index B, Index N, Index M, Index D,
+                 Index every_a, Index batch_a, Index every_b, Index batch_b, Index columns, Index first, Index row_length,
+                 Index by_series /* lengths are of series, not of pairs */,
                  const void* gamma, Index gamma_stride, Index gamma_kind, double one_gamma,
                  const void* band, Index band_stride, Index band_kind, Index one_band,
                  const void* lengths_a, Index lengths_a_stride, Index lengths_a_kind, Index one_length_a,
                  const void* lengths_b, Index lengths_b_stride, Index lengths_b_kind, Index one_length_b,
-                 const X_T* a /* [batch_a, N, D] */, Index a_stride_batch, Index a_stride_row, Index a_stride_feature,
+                 const X_T* a /* [batch_a, N, D], or null where the cost is given */,
+                 Index a_stride_batch, Index a_stride_row, Index a_stride_feature,
                  const X_T* b /* [batch_b, M, D] */, Index b_stride_batch, Index b_stride_row, Index b_stride_feature,
-                 Index batch_a, Index batch_b /* 0 where the cost is given */,
                  Index padded_a, Real* packed_a /* [batch_a, D, padded_a] */, FirstOf* first_of_a /* [batch_a, tiles] */,
                  Index padded_b, Real* packed_b, FirstOf* first_of_b,
                  Pair* pairs /* [B] */, int* spoilt /* [B]: cleared */, Word* mail /* [words] */, Index words) {
     Index thread = Index(blockIdx.x) * THREADS + threadIdx.x, threads = Index(gridDim.x) * THREADS;
+    Grid grid{every_a, batch_a, every_b, batch_b, columns, first, row_length};
     for (Index k = thread; k < words; k += threads) mail[k] = NOTHING_SENT;
     for (Index k = thread; k < B; k += threads) {
         bool banded = band_kind != ONE_FOR_ALL || one_band >= 0;
-        pairs[k] = checked(entry(lengths_a, k * lengths_a_stride, lengths_a_kind, one_length_a),
-                           entry(lengths_b, k * lengths_b_stride, lengths_b_kind, one_length_b), N, M,
-                           entry(gamma, k * gamma_stride, gamma_kind, one_gamma),
-                           entry(band, k * band_stride, band_kind, one_band), banded);
+        int of_a = grid.a(k), of_b = grid.b(k);
+        Pair pair = checked(entry(lengths_a, (by_series ? of_a : k) * lengths_a_stride, lengths_a_kind, one_length_a),
+                            entry(lengths_b, (by_series ? of_b : k) * lengths_b_stride, lengths_b_kind, one_length_b),
+                            N, M, entry(gamma, k * gamma_stride, gamma_kind, one_gamma),
+                            entry(band, k * band_stride, band_kind, one_band), banded);
+        pair.place = grid.place(k);
+        pair.a = of_a;
+        pair.b = of_b;
+        pairs[k] = pair;
         spoilt[k] = 0;
     }
     Series of_a{a, a_stride_batch, a_stride_row, a_stride_feature, batch_a, N, D};
     Series of_b{b, b_stride_batch, b_stride_row, b_stride_feature, batch_b, M, D};
-    Index units_a = batch_a * of_a.tiles(), units = units_a + batch_b * of_b.tiles();
+    Index units_a = batch_a * of_a.tiles(), units = a ? units_a + batch_b * of_b.tiles() : 0;
     for (Index unit = thread / WARP; unit < units; unit += threads / WARP) {
         if (unit < units_a) pack(of_a, unit, padded_a, packed_a, first_of_a);
         else pack(of_b, unit - units_a, padded_b, packed_b, first_of_b);
@@ -146,24 +152,24 @@ struct InMail {  // sums of grad_b, as the last stripe sent them: [B, D, padded 
 // The sum of a row's gradient for feature f: over the pairs that its series met. A pair whose value
 // is NaN adds NaN, one whose value is infinite nothing, nor does what lies beyond its length.
 template <class Sums>
-__device__ Real summed(const Series& series, const Pair* pairs, const Real* values, Sums sums, Index padded, bool is_a,
-                       Index batch, Index B, Index row, Index f) {
-    Index first = series.batch == B ? batch : 0, last = series.batch == B ? batch + 1 : B;
+__device__ Real summed(const Series& series, Index every, const Pair* pairs, const Real* values, Sums sums,
+                       Index padded, bool is_a, Index batch, Index B, Index row, Index f) {
     Real sum = 0;
-    for (Index k = first; k < last; ++k) {
-        Real value = values[k];
-        bool within = !pairs[k].usable || row < (is_a ? pairs[k].n : pairs[k].m);
-        if (within && value != value) sum += value;
-        else if (within && value - value == 0) sum += sums.at((k * series.D + f) * padded + row);
-    }
+    for (Index first = batch * every; first < B; first += every * series.batch)
+        for (Index k = first; k < first + every; ++k) {
+            Real value = values[pairs[k].place];
+            bool within = !pairs[k].usable || row < (is_a ? pairs[k].n : pairs[k].m);
+            if (within && value != value) sum += value;
+            else if (within && value - value == 0) sum += sums.at((k * series.D + f) * padded + row);
+        }
     return sum;
 }
 
 // Features first .. last - 1 of a tile: all of them for "cosine", where gradients go through x / |x|.
 template <class Sums>
-__device__ void finish(const Series& series, const Pair* pairs, const Real* values, Sums sums, Index padded,
-                       const Real* packed, bool is_a, Real factor, Index B, Index tile_of_batch, Index first, Index last,
-                       X_T* gradient /* [batch, length, D] */) {
+__device__ void finish(const Series& series, Index every, const Pair* pairs, const Real* values, Sums sums,
+                       Index padded, const Real* packed, bool is_a, Real factor, Index B, Index tile_of_batch,
+                       Index first, Index last, bool adds, RESULT_T* gradient /* [batch, length, D] */) {
     Index batch = tile_of_batch / series.tiles();
     Index row = tile_of_batch % series.tiles() * TILE + threadIdx.x % WARP;
     if (row >= series.length) return;
@@ -171,25 +177,27 @@ __device__ void finish(const Series& series, const Pair* pairs, const Real* valu
     if (COSINE) {
         packed += batch * series.D * padded + row;
         for (Index f = first; f < last; ++f)
-            along += 2 * packed[f * padded] * summed(series, pairs, values, sums, padded, is_a, batch, B, row, f);
+            along += 2 * packed[f * padded] * summed(series, every, pairs, values, sums, padded, is_a, batch, B, row, f);
         Norm norm = norm_of(series, series.at(batch, row));
         scale = scale / norm.largest / norm.rest;
     }
     for (Index f = first; f < last; ++f) {
-        Real sum = summed(series, pairs, values, sums, padded, is_a, batch, B, row, f);
+        Real sum = summed(series, every, pairs, values, sums, padded, is_a, batch, B, row, f);
         if (COSINE) sum -= 2 * packed[f * padded] * along;
-        gradient[(batch * series.length + row) * series.D + f] = narrow<X_T>(sum == 0 ? Real(0) : scale * sum);
+        RESULT_T& result = gradient[(batch * series.length + row) * series.D + f];
+        result = narrow<RESULT_T>((adds ? widen<Real>(result) : Real(0)) + (sum == 0 ? Real(0) : scale * sum));
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-soft_dtw_finish(Index B, Index N, Index M, Index D, const Pair* pairs /* [B] */, const Real* values /* [B] */,
+soft_dtw_finish(Index B, Index N, Index M, Index D, Index every_a, Index batch_a, Index every_b, Index batch_b,
+                const Pair* pairs /* [B] */, const Real* values /* each at its pair's place */,
                 const X_T* a, Index a_stride_batch, Index a_stride_row, Index a_stride_feature,
                 const X_T* b, Index b_stride_batch, Index b_stride_row, Index b_stride_feature,
-                Index batch_a, Index batch_b, Index padded_a, const Real* packed_a, Index padded_b, const Real* packed_b,
+                Index padded_a, const Real* packed_a, Index padded_b, const Real* packed_b,
                 const Real* sums_a /* [B, D, padded_a] */, const Letter* sums_b /* [B, D, padded_b / COLUMNS] */,
-                double factor,
-                Index features /* of a warp */, X_T* grad_a /* [batch_a, N, D] */, X_T* grad_b /* [batch_b, M, D] */) {
+                double factor, Index features /* of a warp */, Index adds /* to what is in grad_a and grad_b */,
+                RESULT_T* grad_a /* [batch_a, N, D] */, RESULT_T* grad_b /* [batch_b, M, D] */) {
     Series of_a{a, a_stride_batch, a_stride_row, a_stride_feature, batch_a, N, D};
     Series of_b{b, b_stride_batch, b_stride_row, b_stride_feature, batch_b, M, D};
     Index tiles_a = batch_a * of_a.tiles(), tiles = tiles_a + batch_b * of_b.tiles();
@@ -198,20 +206,21 @@ soft_dtw_finish(Index B, Index N, Index M, Index D, const Pair* pairs /* [B] */,
     if (unit >= tiles * groups) return;
     Index tile = unit % tiles, first = unit / tiles * features, last = min(first + features, D);
     if (tile < tiles_a)
-        finish(of_a, pairs, values, InMemory{sums_a}, padded_a, packed_a, true, Real(factor), B, tile, first, last,
-               grad_a);
+        finish(of_a, every_a, pairs, values, InMemory{sums_a}, padded_a, packed_a, true, Real(factor), B, tile, first,
+               last, adds, grad_a);
     else
-        finish(of_b, pairs, values, InMail{sums_b}, padded_b, packed_b, false, Real(-factor), B, tile - tiles_a, first,
-               last, grad_b);
+        finish(of_b, every_b, pairs, values, InMail{sums_b}, padded_b, packed_b, false, Real(-factor), B,
+               tile - tiles_a, first, last, adds, grad_b);
 }
 
 // d value / d gamma: minus the entropies of the stripes, added up in their order. One thread a pair.
 extern "C" __global__ void __launch_bounds__(THREADS)
-soft_dtw_finish_gamma(Index B, Index stripes, const Real* values /* [B] */, const Real* entropies /* [stripes, B] */,
-                      Real* gradient /* [B] */) {
+soft_dtw_finish_gamma(Index B, Index stripes, const Pair* pairs /* [B] */, const Real* values,
+                      const Real* entropies /* [stripes, B] */, Real* gradient /* as the values, at its pair's place */) {
     Index k = Index(blockIdx.x) * THREADS + threadIdx.x;
     if (k >= B) return;
-    Real sum = 0, value = values[k];
+    Index place = pairs[k].place;
+    Real sum = 0, value = values[place];
     for (Index stripe = 0; stripe < stripes; ++stripe) sum += entropies[stripe * B + k];
-    gradient[k] = value != value ? value : value - value == 0 ? -sum : Real(0);
+    gradient[place] = value != value ? value : value - value == 0 ? -sum : Real(0);
 }

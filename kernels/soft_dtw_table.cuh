@@ -151,12 +151,11 @@ struct Source {  // of the costs
     }
 };
 
-__device__ Source source_of(const Place& at, const Real* a, const Real* b, Index batch_a, Index batch_b, Index D,
-                            Index padded_a, Index padded_b, const C_T* C, Index C_stride_batch, Index C_stride_row,
-                            Index C_stride_column, int* spoilt, double factor) {
+__device__ Source source_of(const Place& at, const Real* a, const Real* b, Index D, Index padded_a, Index padded_b,
+                            const C_T* C, Index C_stride_batch, Index C_stride_row, Index C_stride_column, int* spoilt,
+                            double factor) {
     double scale = HARD && at.pair.gamma == 0 ? factor : factor / (at.pair.gamma * LN_2);
-    return {a ? a + (batch_a > 1 ? at.index : 0) * D * padded_a + at.row : nullptr,
-            b ? b + (batch_b > 1 ? at.index : 0) * D * padded_b : nullptr,
+    return {a ? a + at.pair.a * D * padded_a + at.row : nullptr, b ? b + at.pair.b * D * padded_b : nullptr,
             D, padded_a, padded_b,
             C ? C + at.index * C_stride_batch : nullptr, C_stride_row, C_stride_column,
             spoilt + at.index,

@@ -4,7 +4,7 @@ import math
 import numbers
 
 from cuseq.ops import soft_dtw_engine as engine
-from cuseq.ops.soft_dtw_engine import Call, Numbers
+from cuseq.ops.soft_dtw_engine import Call, Grid, Numbers
 from cuseq.ops.soft_dtw_plan import ALIGNMENT, ENTROPY, GIVEN, SERIES, Problem
 from cuseq.runtime import arrays, checks
 from cuseq.runtime.replay import replayed
@@ -260,7 +260,8 @@ def _call(operator, sizes, first, cost, options):
         if not (lengths_a or lengths_b):
             width = min(M, 2 * bandwidth.one + abs(N - M))
     problem = Problem(*sizes, first.dtype, cost, hard, width, first.device)
-    return Call(problem, (B,), (), None, None, None, gamma, bandwidth, lengths_a, lengths_b)
+    grid = Grid(B, B)
+    return Call(problem, grid, (B,), (), None, None, None, gamma, bandwidth, lengths_a, lengths_b)
 
 
 def _batch_of_series(name, x):

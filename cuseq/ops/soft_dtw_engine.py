@@ -17,6 +17,7 @@ from cuseq.host import soft_dtw as host
 from cuseq.ops.soft_dtw_plan import ENTROPY, GIVEN, SERIES, VALUES, WARP, Problem, plan
 from cuseq.runtime import arrays, kernels
 from cuseq.runtime.arrays import HOST, Array
+from cuseq.runtime.kernels import C_TYPES
 
 FORWARD, BACKWARD = "soft_dtw.cu", "soft_dtw_backward.cu"
 PREPARATION = "soft_dtw_series.cu"
@@ -50,10 +51,29 @@ class Numbers(NamedTuple):
         return self.each.pointer, stride, NUMBER_KINDS[self.each.dtype], one
 
 
+class Grid(NamedTuple):
+    """Which series meet: pair k has series k // every % batch of each batch; and where values go.
+
+    The values of so many `columns` pairs are beside each other in a row of the result.
+    """
+
+    columns: int
+    row_length: int
+    first: int = 0
+    every_a: int = 1
+    every_b: int = 1
+    lengths_by_series: bool = False  # not by pair
+
+    def meets(self, problem):
+        """every and batch of a, then of b."""
+        return self.every_a, problem.batch_a, self.every_b, problem.batch_b
+
+
 class Call(NamedTuple):
     """What a public function borrowed: series as (B, N, D) and (B, M, D), or costs (B, N, M)."""
 
     problem: Problem
+    grid: Grid
     values_shape: tuple
     shapes: tuple  # of the caller's arrays
     a: Array | None
@@ -121,10 +141,13 @@ def kept_size(call, output):
     return sum(map(_as_aligned, how.forward.values()))
 
 
-def forward(call, output=VALUES):
-    """(values, kept): kept is what `backward` wants for this output, None where nothing is kept."""
+def forward(call, output=VALUES, values=None):
+    """(values, kept): kept is what `backward` wants for this output, None where nothing is kept.
+
+    `values`: where the grid of the call puts them, if that is not an array of their own.
+    """
     problem = call.problem
-    values = arrays.empty(call.values_shape, problem.real, call.like)
+    values = values or arrays.empty(call.values_shape, problem.real, call.like)
     if problem.device == HOST:
         host.forward(call.pairs(), values.numpy().reshape(-1))
         return values, None
@@ -146,13 +169,14 @@ def forward(call, output=VALUES):
     return values, memory.array if keep else None
 
 
-def backward(call, grad_values, values, kept, output):
+def backward(call, grad_values, values, kept, output, sums=None):
     """Gradients of sum(grad_values * values), grad_values None for ones; for ENTROPY without them.
 
-    (grad_a, grad_b) for SERIES, (grad_C,) for ALIGNMENT, (d value / d gamma,) for ENTROPY.
+    (grad_a, grad_b) for SERIES, (grad_C,) for ALIGNMENT, (d value / d gamma,) for ENTROPY. With
+    `sums`, a pair of arrays on a device, grad_a and grad_b are added to them.
     """
     problem = call.problem
-    results = _results(call, output)
+    results = sums or _results(call, output)
     if problem.device == HOST:
         _on_host(call, grad_values, values, results, output)
         return results
@@ -163,11 +187,13 @@ def backward(call, grad_values, values, kept, output):
             words = (scratch["sums_a"] - scratch["mail_back"]) // 8
             blocks = min(-(-words // THREADS), MOST_TO_CLEAR)
             args = scratch["mail_back"], words
-            launch(PREPARATION, "soft_dtw_clear", how.series, blocks, THREADS, args)
+            macros = _series_macros(how, problem.dtype)
+            launch(PREPARATION, "soft_dtw_clear", macros, blocks, THREADS, args)
         if problem.B:
-            outer = (0, 0)
+            outer = (0, 1, 0, 0)
             if grad_values:
-                outer = grad_values.pointer, *(grad_values.strides or (0,))
+                strides = (0, 0, *grad_values.strides)[-2:]
+                outer = grad_values.pointer, call.grid.row_length, *strides
             args = (
                 *_sweep_args(call, how, memory),
                 *(memory["lanes"], how.chunks, *outer, values.pointer),
@@ -179,7 +205,7 @@ def backward(call, grad_values, values, kept, output):
                 *(BACKWARD, "soft_dtw_backward", how.backward_sweep),
                 *(how.grid, how.block, args, how.backward_shared),
             )
-        _finish(launch, call, how, memory, scratch, values, results, output)
+        _finish(launch, call, how, memory, scratch, values, results, output, sums is not None)
     return results
 
 
@@ -226,6 +252,9 @@ def _prepare(launch, call, how, memory):
     words = (memory["lanes"] - memory["mail"]) // 8
     args = (
         *(problem.B, problem.N, problem.M, problem.D),
+        *call.grid.meets(problem),
+        *(call.grid.columns, call.grid.first, call.grid.row_length),
+        int(call.grid.lengths_by_series),
         *call.gamma.args,
         *(call.bandwidth or Numbers(-1)).args,
         *(call.lengths_a or Numbers(problem.N)).args,
@@ -237,36 +266,44 @@ def _prepare(launch, call, how, memory):
     )
     to_clear = min(-(-max(words, problem.B) // THREADS), MOST_TO_CLEAR)
     blocks = min(max(-(-how.tiles * WARP // THREADS), to_clear), kernels.MOST_BLOCKS)
-    launch(PREPARATION, "soft_dtw_prepare", how.series, blocks, THREADS, args)
+    macros = _series_macros(how, problem.dtype)
+    launch(PREPARATION, "soft_dtw_prepare", macros, blocks, THREADS, args)
 
 
-def _finish(launch, call, how, memory, scratch, values, results, output):
+def _finish(launch, call, how, memory, scratch, values, results, output, adds):
     """Sums over the table into gradients as the caller wants them."""
     problem = call.problem
     if output == ENTROPY and problem.B:
-        args = problem.B, how.stripes, values.pointer, scratch["entropies"], results[0].pointer
+        args = problem.B, how.stripes, memory["pairs"], values.pointer, scratch["entropies"]
+        args += (results[0].pointer,)
         blocks = -(-problem.B // THREADS)
-        launch(PREPARATION, "soft_dtw_finish_gamma", how.series, blocks, THREADS, args)
+        macros = _series_macros(how, problem.dtype)
+        launch(PREPARATION, "soft_dtw_finish_gamma", macros, blocks, THREADS, args)
     if output != SERIES or not how.tiles or not problem.D:
         return
     alone = problem.batch_a == problem.batch_b == problem.B
     features = problem.D if problem.cost == "cosine" else min(problem.D, 8) if alone else 1
     args = (
-        *(problem.B, problem.N, problem.M, problem.D, memory["pairs"], values.pointer),
+        *(problem.B, problem.N, problem.M, problem.D, *call.grid.meets(problem)),
+        *(memory["pairs"], values.pointer),
         *_series_args(call),
         *(how.padded_a, memory["packed_a"], how.padded_b, memory["packed_b"]),
-        *(scratch["sums_a"], scratch["sums_b"], np.float64(SLOPE_FACTORS[problem.cost]), features),
+        *(scratch["sums_a"], scratch["sums_b"], np.float64(SLOPE_FACTORS[problem.cost])),
+        *(features, int(adds)),
         *(result.pointer for result in results),
     )
     blocks = -(-how.tiles * -(-problem.D // features) * WARP // THREADS)
-    launch(PREPARATION, "soft_dtw_finish", how.series, blocks, THREADS, args)
+    macros = _series_macros(how, results[0].dtype)
+    launch(PREPARATION, "soft_dtw_finish", macros, blocks, THREADS, args)
+
+
+def _series_macros(how, of_gradients):
+    return (*how.series, ("RESULT_T", C_TYPES[of_gradients]))
 
 
 def _series_args(call):
-    """Both series with their strides, and their batches; zeros where the cost is given."""
-    if call.C:
-        return (0,) * 10
-    return (*call.a.flat, *call.b.flat, call.problem.batch_a, call.problem.batch_b)
+    """Both series with their strides; zeros where the cost is given."""
+    return (0,) * 8 if call.C else (*call.a.flat, *call.b.flat)
 
 
 def _sweep_args(call, how, memory):
@@ -274,7 +311,7 @@ def _sweep_args(call, how, memory):
     problem = call.problem
     return (
         *(problem.B, how.groups, how.stripes, memory["pairs"]),
-        *(memory["packed_a"], memory["packed_b"], problem.batch_a, problem.batch_b, problem.D),
+        *(memory["packed_a"], memory["packed_b"], problem.D),
         *(how.padded_a, how.padded_b),
         *(call.C.flat if call.C else (0, 0, 0, 0)),
         *(memory["spoilt"], np.float64(COST_FACTORS[problem.cost])),

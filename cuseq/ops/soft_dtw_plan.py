@@ -49,7 +49,7 @@ class Problem(NamedTuple):
 class Plan(NamedTuple):
     """How the kernels run a problem."""
 
-    series: tuple  # macros of soft_dtw_series.cu
+    series: tuple  # macros of soft_dtw_series.cu, but for the dtype of gradients
     forward_sweep: tuple  # of soft_dtw.cu
     backward_sweep: tuple  # of soft_dtw_backward.cu
     stripes: int  # of a pair's rows
@@ -142,7 +142,7 @@ def plan(problem, output, keep, limits):
         padded_b=padded_b,
         tiles=0 if cost == GIVEN else batch_a * -(-N // TILE) + batch_b * -(-M // TILE),
         forward={
-            "pairs": 32 * B,
+            "pairs": 48 * B,
             "spoilt": 4 * B,
             "first_of_a": 0 if cost == GIVEN else 8 * batch_a * -(-N // TILE),
             "first_of_b": 0 if cost == GIVEN else 8 * batch_b * -(-M // TILE),
