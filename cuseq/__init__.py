@@ -17,6 +17,15 @@ from cuseq.ops.soft_dtw import (
     soft_dtw_value_and_grad,
     soft_dtw_value_and_grad_gamma,
 )
+from cuseq.ops.soft_dtw_cdist import (
+    soft_dtw_cdist,
+    soft_dtw_cdist_value_and_grad,
+    soft_dtw_divergence_cdist,
+)
+from cuseq.ops.soft_dtw_divergence import (
+    soft_dtw_divergence,
+    soft_dtw_divergence_value_and_grad,
+)
 from cuseq.ops.soft_dtw_from_cost import (
     soft_dtw_from_cost,
     soft_dtw_from_cost_value_and_grad,
@@ -35,6 +44,11 @@ __all__ = [
     "causal_conv1d_with_state",
     "soft_dtw",
     "soft_dtw_alignment",
+    "soft_dtw_cdist",
+    "soft_dtw_cdist_value_and_grad",
+    "soft_dtw_divergence",
+    "soft_dtw_divergence_cdist",
+    "soft_dtw_divergence_value_and_grad",
     "soft_dtw_from_cost",
     "soft_dtw_from_cost_value_and_grad",
     "soft_dtw_from_cost_value_and_grad_gamma",

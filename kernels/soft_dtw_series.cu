@@ -7,7 +7,7 @@
 //                    row has length 1 (halved). NaN and infinity become 0; first_of says where they are.
 //     mail           cleared
 // soft_dtw_finish brings sums of gradients, laid out as the packed series, into the dtype and layout
-// of the series.
+// of the series, or adds them to what other calls have found.
 //
 // Launch: blocks of 256 threads, one warp a tile of 32 rows of a series.
 // Compiled with: X_T (type of a and b), RESULT_T (of their gradients), REAL, COSINE (0 or 1).
@@ -172,7 +172,7 @@ __device__ void finish(const Series& series, Index every, const Pair* pairs, con
                        Index first, Index last, bool adds, RESULT_T* gradient /* [batch, length, D] */) {
     Index batch = tile_of_batch / series.tiles();
     Index row = tile_of_batch % series.tiles() * TILE + threadIdx.x % WARP;
-    if (row >= series.length) return;
+    if (!gradient || row >= series.length) return;
     Real along = 0, scale = factor;  // along: the part of the gradient along the unit row
     if (COSINE) {
         packed += batch * series.D * padded + row;
@@ -197,7 +197,7 @@ soft_dtw_finish(Index B, Index N, Index M, Index D, Index every_a, Index batch_a
                 Index padded_a, const Real* packed_a, Index padded_b, const Real* packed_b,
                 const Real* sums_a /* [B, D, padded_a] */, const Letter* sums_b /* [B, D, padded_b / COLUMNS] */,
                 double factor, Index features /* of a warp */, Index adds /* to what is in grad_a and grad_b */,
-                RESULT_T* grad_a /* [batch_a, N, D] */, RESULT_T* grad_b /* [batch_b, M, D] */) {
+                RESULT_T* grad_a /* [batch_a, N, D], or null */, RESULT_T* grad_b /* [batch_b, M, D], or null */) {
     Series of_a{a, a_stride_batch, a_stride_row, a_stride_feature, batch_a, N, D};
     Series of_b{b, b_stride_batch, b_stride_row, b_stride_feature, batch_b, M, D};
     Index tiles_a = batch_a * of_a.tiles(), tiles = tiles_a + batch_b * of_b.tiles();
@@ -223,4 +223,44 @@ soft_dtw_finish_gamma(Index B, Index stripes, const Pair* pairs /* [B] */, const
     Real sum = 0, value = values[place];
     for (Index stripe = 0; stripe < stripes; ++stripe) sum += entropies[stripe * B + k];
     gradient[place] = value != value ? value : value - value == 0 ? -sum : Real(0);
+}
+
+// ---- values of several calls
+
+// The divergence: from the value of each pair half of those of its series with themselves. One thread a value.
+extern "C" __global__ void __launch_bounds__(THREADS)
+soft_dtw_debias(Index count, Index every_a, Index batch_a, Index every_b, Index batch_b,
+                const Real* own_a /* [batch_a] */, const Real* own_b /* [batch_b] */, Real* values /* [count] */) {
+    Index k = Index(blockIdx.x) * THREADS + threadIdx.x;
+    if (k < count) values[k] -= (own_a[k / every_a % batch_a] + own_b[k / every_b % batch_b]) / 2;
+}
+
+// A matrix [n, n] of which the part on and above the diagonal is known; the diagonal also goes into `own`.
+extern "C" __global__ void __launch_bounds__(THREADS) soft_dtw_mirror(Index n, Real* matrix, Real* own /* [n], or null */) {
+    Index k = Index(blockIdx.x) * THREADS + threadIdx.x, i = k / n, j = k % n;
+    if (i >= n) return;
+    if (i > j) matrix[k] = matrix[j * n + i];
+    else if (i == j && own) own[i] = matrix[k];
+}
+
+// Sums in Real into the dtype of the series.
+extern "C" __global__ void __launch_bounds__(THREADS) soft_dtw_narrow(Index count, const Real* sums, X_T* results) {
+    Index k = Index(blockIdx.x) * THREADS + threadIdx.x;
+    if (k < count) results[k] = narrow<X_T>(sums[k]);
+}
+
+// Weights of the values of all pairs, for a matrix [n, n] of which the part on and above the diagonal is computed:
+// D[i, j] counts for D[j, i] too. `weights` may be null, for ones.
+extern "C" __global__ void __launch_bounds__(THREADS)
+soft_dtw_fold(Index n, const Real* weights, Index stride_row, Index stride_column, Real* folded /* [n, n] */) {
+    Index k = Index(blockIdx.x) * THREADS + threadIdx.x, i = k / n, j = k % n;
+    if (i >= n) return;
+    Real here = weights ? weights[i * stride_row + j * stride_column] : Real(1);
+    Real there = weights ? weights[j * stride_row + i * stride_column] : Real(1);
+    folded[k] = i < j ? here + there : i == j ? here : Real(0);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) soft_dtw_zero(Index count, Real* sums) {
+    Index k = Index(blockIdx.x) * THREADS + threadIdx.x;
+    if (k < count) sums[k] = 0;
 }

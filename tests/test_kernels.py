@@ -318,7 +318,8 @@ def soft_dtw_variants(
                     B, N, 300, features, B, B, dtype, cost, hard, 300, 0
                 )
                 plan = soft_dtw_plan.plan(problem, OUTPUTS[0], True, LIMITS)
-                yield from zip(SOFT_DTW[:2], (plan.series, plan.forward_sweep), strict=True)
+                yield SOFT_DTW[0], soft_dtw_engine.series_macros(problem, dtype)
+                yield SOFT_DTW[1], plan.forward_sweep
                 for output in outputs:
                     plan = soft_dtw_plan.plan(problem, output, True, LIMITS)
                     yield SOFT_DTW[2], plan.backward_sweep

@@ -178,19 +178,13 @@ def test_shared_memory_of_a_sweep(dtype, cost, output, B, shared):
 def test_16_bit_series_are_computed_in_float32(dtype):
     how, macros = dtw_plan(2, 100, dtype=dtype)
     assert macros["REAL"] == "float"
-    assert how._replace(series=None) == dtw_plan(2, 100)[0]._replace(series=None)
+    assert how == dtw_plan(2, 100)[0]
 
 
 def test_macros_of_costs():
-    for cost, number, cosine in [
-        ("sqeuclidean", 0, 0),
-        ("euclidean", 1, 0),
-        ("cityblock", 2, 0),
-        ("cosine", 0, 1),
-    ]:
+    for cost, number in ("sqeuclidean", 0), ("euclidean", 1), ("cityblock", 2), ("cosine", 0):
         how, macros = dtw_plan(2, 100, cost=cost)
-        assert (macros["COST"], dict(how.series)["COSINE"]) == (number, cosine)
-        assert macros["C_T"] == "float"
+        assert (macros["COST"], macros["C_T"]) == (number, "float")
     how, macros = dtw_plan(2, 100, 50, 0, "float16", GIVEN, output=ALIGNMENT)
     assert (macros["COST"], macros["C_T"], macros["REAL"]) == (3, "__half", "float")
     assert how.tiles == how.forward["packed_a"] == how.backward["sums_a"] == 0
@@ -712,7 +706,6 @@ def test_plans_are_cached():
 def test_a_new_length_compiles_nothing_new():
     """Sizes are no macros, but for a count of warps or lanes, and of steps at a time."""
     plans = [dtw_plan(9, N, M)[0] for N, M in zip(LENGTHS, reversed(LENGTHS), strict=True)]
-    assert len({how.series for how in plans}) == 1
     assert len({how.backward_sweep for how in plans}) <= 10  # by lanes, stripes, rows, helpers
     longer = [dtw_plan(9, N, N)[0] for N in range(8000, 9000, 7)]
     assert len({how.backward_sweep for how in longer}) == 1

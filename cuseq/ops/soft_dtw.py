@@ -187,21 +187,8 @@ def backward(grad_values, a, b, values, kept, **options):
 def borrow(operator, a, b, gamma, cost, bandwidth, lengths_a, lengths_b):
     """The call of a public function on series; everything wrong raises here."""
     a, b = arrays.borrow("a", a, operator), arrays.borrow("b", b, operator)
-    checks.floating("a", a)
-    checks.floating("b", b)
-    checks.same_dtype("b", b, "a", a.dtype)
-    checks.same_device("b", b, "a", a)
-    checks.one_of("cost", cost, COSTS)
-    a3, b3 = _batch_of_series("a", a), _batch_of_series("b", b)
-    if a3.shape[2] != b3.shape[2]:
-        raise ValueError(
-            checks.sentence(
-                "b",
-                f"D = {a3.shape[2]} features as a has",
-                f"D = {b3.shape[2]} in shape {b.shape}",
-                "series have shape (N,), (N, D) or (B, N, D)",
-            )
-        )
+    axes = {1: (None, 0, None), 2: (None, 0, 1), 3: (0, 1, 2)}
+    a3, b3 = as_series(a, b, cost, axes, "(N,), (N, D) or (B, N, D)")
     batches = a3.shape[0], b3.shape[0]
     if batches[0] != batches[1] and 1 not in batches:
         raise ValueError(
@@ -250,10 +237,10 @@ def _call(operator, sizes, first, cost, options):
     """A call without its arrays: the problem and the options, checked."""
     B, N, M = sizes[:3]
     gamma, bandwidth, lengths_a, lengths_b = options
-    gamma, hard = _gamma(gamma, B, first, operator)
-    lengths_a = _integers("lengths_a", lengths_a, B, (1, N), first, operator)
-    lengths_b = _integers("lengths_b", lengths_b, B, (1, M), first, operator)
-    bandwidth = _integers("bandwidth", bandwidth, B, (0, math.inf), first, operator)
+    gamma, hard = gamma_option(gamma, B, first, operator)
+    lengths_a = integer_option("lengths_a", lengths_a, B, (1, N), first, operator)
+    lengths_b = integer_option("lengths_b", lengths_b, B, (1, M), first, operator)
+    bandwidth = integer_option("bandwidth", bandwidth, B, (0, math.inf), first, operator)
     width = M
     if bandwidth and bandwidth.each is None:
         bandwidth = Numbers(min(bandwidth.one, LONGEST))
@@ -264,21 +251,35 @@ def _call(operator, sizes, first, cost, options):
     return Call(problem, grid, (B,), (), None, None, None, gamma, bandwidth, lengths_a, lengths_b)
 
 
-def _batch_of_series(name, x):
-    """(N,), (N, D) and (B, N, D) as (B, N, D)."""
-    axes = {1: (None, 0, None), 2: (None, 0, 1), 3: (0, 1, 2)}.get(len(x.shape))
-    if axes is None:
+def as_series(a, b, cost, axes, letters, names=("a", "b")):
+    """Borrowed a and b, checked, seen as (batch, length, features).
+
+    `axes` are those of arrays of so many axes, `letters` their names in an error sentence.
+    """
+    of_a, of_b = names
+    checks.floating(of_a, a)
+    checks.floating(of_b, b)
+    checks.same_dtype(of_b, b, of_a, a.dtype)
+    checks.same_device(of_b, b, of_a, a)
+    checks.one_of("cost", cost, COSTS)
+    seen = []
+    for name, x in zip(names, (a, b), strict=True):
+        if len(x.shape) not in axes:
+            remedy = "flatten what comes before the batch, or add an axis"
+            raise ValueError(checks.sentence(name, f"shape {letters}", x.shape, remedy))
+        seen.append(x.seen_as(*axes[len(x.shape)]))
+        _check_length(name, seen[-1].shape[1])
+    D, other = (x.shape[2] for x in seen)
+    if D != other:
         raise ValueError(
             checks.sentence(
-                name,
-                "shape (N,), (N, D) or (B, N, D)",
-                x.shape,
-                "flatten what comes before the batch, or add an axis",
+                of_b,
+                f"D = {D} features as {of_a} has",
+                f"D = {other} in shape {b.shape}",
+                f"series have shape {letters}",
             )
         )
-    x = x.seen_as(*axes)
-    _check_length(name, x.shape[1])
-    return x
+    return seen
 
 
 def _check_length(name, length):
@@ -288,7 +289,15 @@ def _check_length(name, length):
         )
 
 
-def _gamma(gamma, B, first, operator):
+def check_one_for_all(name, option):
+    """Refuse an option by sample where there is one for all pairs."""
+    shape = getattr(option, "shape", (len(option),) if isinstance(option, (list, tuple)) else ())
+    if tuple(shape) != ():
+        got, remedy = f"shape {tuple(shape)}", "call once for each"
+        raise ValueError(checks.sentence(name, "one number for all pairs", got, remedy))
+
+
+def gamma_option(gamma, B, first, operator):
     """Numbers, and whether some may be 0."""
     if isinstance(gamma, numbers.Real) and not isinstance(gamma, bool):
         one = checks.gamma(gamma)
@@ -302,7 +311,7 @@ def _gamma(gamma, B, first, operator):
     return Numbers(0.0, each), bool((on_host == 0).any())
 
 
-def _integers(name, value, B, limits, first, operator):
+def integer_option(name, value, B, limits, first, operator):
     """An integer option as Numbers, or None."""
     if value is None:
         return None

@@ -128,6 +128,11 @@ class Memory:
     def __getitem__(self, name):
         return self._pointers[name]
 
+    @staticmethod
+    def size(sections):
+        """Bytes of all sections."""
+        return sum(map(_as_aligned, sections.values()))
+
 
 def _as_aligned(size):
     """The room for a section, so that the next one is as aligned as an allocation."""
@@ -138,13 +143,14 @@ def kept_size(call, output):
     """Bytes of what a forward on a device keeps for a backward to this output."""
     problem = call.problem
     how = plan(problem, output, True, kernels.device_limits(problem.device))
-    return sum(map(_as_aligned, how.forward.values()))
+    return Memory.size(how.forward)
 
 
-def forward(call, output=VALUES, values=None):
+def forward(call, output=VALUES, values=None, room=None):
     """(values, kept): kept is what `backward` wants for this output, None where nothing is kept.
 
-    `values`: where the grid of the call puts them, if that is not an array of their own.
+    `values`: where the grid of the call puts them, if that is not an array of their own. `room`:
+    working memory that calls share which follow each other.
     """
     problem = call.problem
     values = values or arrays.empty(call.values_shape, problem.real, call.like)
@@ -153,7 +159,7 @@ def forward(call, output=VALUES, values=None):
         return values, None
     keep = output != VALUES
     how = plan(problem, output, keep, kernels.device_limits(problem.device))
-    memory = Memory(how.forward, call.like)
+    memory = Memory(how.forward, call.like, room)
     if problem.B:
         with arrays.launching(*call.on_device) as launch:
             _prepare(launch, call, how, memory)
@@ -169,25 +175,36 @@ def forward(call, output=VALUES, values=None):
     return values, memory.array if keep else None
 
 
-def backward(call, grad_values, values, kept, output, sums=None):
+class Sums(NamedTuple):
+    """Where gradients by series go on a device, if they are not arrays of their own."""
+
+    of_a: Array | None
+    of_b: Array | None
+    adds: bool = False  # to what is there
+    scale: float = 1.0
+
+
+def backward(call, grad_values, values, kept, output, sums=None, room=None):
     """Gradients of sum(grad_values * values), grad_values None for ones; for ENTROPY without them.
 
-    (grad_a, grad_b) for SERIES, (grad_C,) for ALIGNMENT, (d value / d gamma,) for ENTROPY. With
-    `sums`, a pair of arrays on a device, grad_a and grad_b are added to them.
+    (grad_a, grad_b) for SERIES, (grad_C,) for ALIGNMENT, (d value / d gamma,) for ENTROPY. `sums`,
+    for SERIES, are written one after the other; `room` is as `forward` takes it.
     """
     problem = call.problem
-    results = sums or _results(call, output)
+    results = () if sums else _results(call, output)
+    if output == SERIES and not sums:
+        sums = (Sums(*results),)
     if problem.device == HOST:
         _on_host(call, grad_values, values, results, output)
         return results
     how = plan(problem, output, True, kernels.device_limits(problem.device))
-    memory, scratch = Memory(how.forward, call.like, kept), Memory(how.backward, call.like)
+    memory, scratch = Memory(how.forward, call.like, kept), Memory(how.backward, call.like, room)
     with arrays.launching(*call.on_device, grad_values, values, kept) as launch:
         if problem.B and how.stripes > 1:
             words = (scratch["sums_a"] - scratch["mail_back"]) // 8
             blocks = min(-(-words // THREADS), MOST_TO_CLEAR)
             args = scratch["mail_back"], words
-            macros = _series_macros(how, problem.dtype)
+            macros = series_macros(problem, problem.dtype)
             launch(PREPARATION, "soft_dtw_clear", macros, blocks, THREADS, args)
         if problem.B:
             outer = (0, 1, 0, 0)
@@ -198,14 +215,20 @@ def backward(call, grad_values, values, kept, output, sums=None):
                 *_sweep_args(call, how, memory),
                 *(memory["lanes"], how.chunks, *outer, values.pointer),
                 *(scratch["mail_back"], how.blocks, scratch["sums_a"], scratch["sums_b"]),
-                *(scratch["in_flight"], results[0].pointer, problem.N, problem.M),
+                *(scratch["in_flight"], 0 if sums else results[0].pointer, problem.N, problem.M),
                 scratch["entropies"],
             )
             launch(
                 *(BACKWARD, "soft_dtw_backward", how.backward_sweep),
                 *(how.grid, how.block, args, how.backward_shared),
             )
-        _finish(launch, call, how, memory, scratch, values, results, output, sums is not None)
+        if output == ENTROPY and problem.B:
+            args = problem.B, how.stripes, memory["pairs"], values.pointer, scratch["entropies"]
+            args += (results[0].pointer,)
+            run_on_each(launch, "soft_dtw_finish_gamma", call, problem.B, args)
+        elif output == SERIES and how.tiles and problem.D:
+            for those in sums:
+                _finish(launch, call, how, memory, scratch, values, those)
     return results
 
 
@@ -266,21 +289,13 @@ def _prepare(launch, call, how, memory):
     )
     to_clear = min(-(-max(words, problem.B) // THREADS), MOST_TO_CLEAR)
     blocks = min(max(-(-how.tiles * WARP // THREADS), to_clear), kernels.MOST_BLOCKS)
-    macros = _series_macros(how, problem.dtype)
+    macros = series_macros(problem, problem.dtype)
     launch(PREPARATION, "soft_dtw_prepare", macros, blocks, THREADS, args)
 
 
-def _finish(launch, call, how, memory, scratch, values, results, output, adds):
+def _finish(launch, call, how, memory, scratch, values, sums):
     """Sums over the table into gradients as the caller wants them."""
     problem = call.problem
-    if output == ENTROPY and problem.B:
-        args = problem.B, how.stripes, memory["pairs"], values.pointer, scratch["entropies"]
-        args += (results[0].pointer,)
-        blocks = -(-problem.B // THREADS)
-        macros = _series_macros(how, problem.dtype)
-        launch(PREPARATION, "soft_dtw_finish_gamma", macros, blocks, THREADS, args)
-    if output != SERIES or not how.tiles or not problem.D:
-        return
     alone = problem.batch_a == problem.batch_b == problem.B
     features = problem.D if problem.cost == "cosine" else min(problem.D, 8) if alone else 1
     args = (
@@ -288,17 +303,29 @@ def _finish(launch, call, how, memory, scratch, values, results, output, adds):
         *(memory["pairs"], values.pointer),
         *_series_args(call),
         *(how.padded_a, memory["packed_a"], how.padded_b, memory["packed_b"]),
-        *(scratch["sums_a"], scratch["sums_b"], np.float64(SLOPE_FACTORS[problem.cost])),
-        *(features, int(adds)),
-        *(result.pointer for result in results),
+        *(scratch["sums_a"], scratch["sums_b"]),
+        *(np.float64(sums.scale * SLOPE_FACTORS[problem.cost]), features, int(sums.adds)),
+        *(gradient.pointer if gradient else 0 for gradient in (sums.of_a, sums.of_b)),
     )
     blocks = -(-how.tiles * -(-problem.D // features) * WARP // THREADS)
-    macros = _series_macros(how, results[0].dtype)
+    macros = series_macros(problem, (sums.of_a or sums.of_b).dtype)
     launch(PREPARATION, "soft_dtw_finish", macros, blocks, THREADS, args)
 
 
-def _series_macros(how, of_gradients):
-    return (*how.series, ("RESULT_T", C_TYPES[of_gradients]))
+def run_on_each(launch, function, call, count, args):
+    """Launch a function of kernels/soft_dtw_series.cu with a thread for each of so many numbers."""
+    macros = series_macros(call.problem, call.problem.dtype)
+    launch(PREPARATION, function, macros, -(-count // THREADS), THREADS, args)
+
+
+def series_macros(problem, of_gradients):
+    """Of kernels/soft_dtw_series.cu."""
+    return (
+        ("X_T", C_TYPES[problem.dtype]),
+        ("RESULT_T", C_TYPES[of_gradients]),
+        ("REAL", C_TYPES[problem.real]),
+        ("COSINE", int(problem.cost == "cosine")),
+    )
 
 
 def _series_args(call):

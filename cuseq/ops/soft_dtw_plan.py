@@ -49,7 +49,6 @@ class Problem(NamedTuple):
 class Plan(NamedTuple):
     """How the kernels run a problem."""
 
-    series: tuple  # macros of soft_dtw_series.cu, but for the dtype of gradients
     forward_sweep: tuple  # of soft_dtw.cu
     backward_sweep: tuple  # of soft_dtw_backward.cu
     stripes: int  # of a pair's rows
@@ -122,11 +121,6 @@ def plan(problem, output, keep, limits):
         ("HARD", int(hard)),
     )
     return Plan(
-        series=(
-            ("X_T", C_TYPES[dtype]),
-            ("REAL", C_TYPES[problem.real]),
-            ("COSINE", int(cost == "cosine")),
-        ),
         forward_sweep=sweep,
         backward_sweep=(*sweep, ("OUTPUT", output), ("GROUP", group)),
         stripes=stripes,
