@@ -11,6 +11,7 @@ from cuseq.ops.causal_conv1d_varlen import (
     causal_conv1d_varlen_backward,
     causal_conv1d_varlen_with_state,
 )
+from cuseq.ops.dtw import dtw, dtw_path
 from cuseq.ops.soft_dtw import (
     soft_dtw,
     soft_dtw_alignment,
@@ -42,6 +43,8 @@ __all__ = [
     "causal_conv1d_varlen_backward",
     "causal_conv1d_varlen_with_state",
     "causal_conv1d_with_state",
+    "dtw",
+    "dtw_path",
     "soft_dtw",
     "soft_dtw_alignment",
     "soft_dtw_cdist",
