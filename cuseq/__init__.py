@@ -18,6 +18,10 @@ from cuseq.ops.soft_dtw import (
     soft_dtw_value_and_grad,
     soft_dtw_value_and_grad_gamma,
 )
+from cuseq.ops.soft_dtw_barycenter import (
+    soft_dtw_barycenter,
+    soft_dtw_barycenter_with_history,
+)
 from cuseq.ops.soft_dtw_cdist import (
     soft_dtw_cdist,
     soft_dtw_cdist_value_and_grad,
@@ -47,6 +51,8 @@ __all__ = [
     "dtw_path",
     "soft_dtw",
     "soft_dtw_alignment",
+    "soft_dtw_barycenter",
+    "soft_dtw_barycenter_with_history",
     "soft_dtw_cdist",
     "soft_dtw_cdist_value_and_grad",
     "soft_dtw_divergence",

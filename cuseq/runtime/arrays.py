@@ -98,6 +98,32 @@ def empty_like(x, like):
     return empty(x.shape, x.dtype, like, transposed)
 
 
+def read(array):
+    """A NumPy copy; it waits for what is queued on the current stream of the array's library."""
+    if array.device == HOST:
+        return np.array(array.numpy())
+    dtype = numpy_dtype(array.dtype)
+    if not array.size:
+        return np.empty(array.shape, dtype)
+    reach = [step * (n - 1) for step, n in zip(array.strides, array.shape, strict=True)]
+    low, high = (sum(filter(sign, reach)) for sign in (lambda x: x < 0, lambda x: x > 0))
+    memory, stream = np.empty(high - low + 1, dtype), array.library.stream(array.device)
+    source = array.pointer + low * dtype.itemsize
+    kernels.copy(memory.ctypes.data, source, memory.nbytes, stream, array.device)
+    strides = [step * dtype.itemsize for step in array.strides]
+    return np.array(np.lib.stride_tricks.as_strided(memory[-low:], array.shape, strides))
+
+
+def write(array, values):
+    """Copy NumPy values into a C-contiguous array, cast to its dtype; it waits as `read` does."""
+    values = np.ascontiguousarray(values, numpy_dtype(array.dtype))
+    if array.device == HOST:
+        array.numpy()[...] = values
+    elif array.size:
+        stream = array.library.stream(array.device)
+        kernels.copy(array.pointer, values.ctypes.data, values.nbytes, stream, array.device)
+
+
 def give_back(array, like):
     """A result as the kind of array that `like`, the caller's first array, is."""
     return array.library.give_back(array, like)

@@ -128,6 +128,14 @@ def order_after(stream, other, device):
         cupy.cuda.runtime.streamWaitEvent(stream, event.ptr)
 
 
+def copy(destination, source, size, stream, device):
+    """Copy bytes between the host and a device, behind the work on a stream; wait for it."""
+    runtime = _cupy().cuda.runtime
+    with _cupy().cuda.Device(device):
+        runtime.memcpyAsync(destination, source, size, runtime.memcpyDefault, stream)
+        runtime.streamSynchronize(stream)
+
+
 def is_capturing(stream):
     """Whether what is queued on a stream goes into a CUDA graph; the legacy one's can not."""
     return stream > 1 and _cupy().cuda.runtime.streamIsCapturing(stream)
