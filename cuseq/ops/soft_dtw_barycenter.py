@@ -35,7 +35,7 @@ def soft_dtw_barycenter(
     tol=1e-5,
     max_iter=100,
 ):
-    """The minimiser z of ``sum_i weights[i] s(z, X[i])``, with s the soft-DTW value, or close to it.
+    """The minimiser z of ``sum_i weights[i] s(z, X[i])``, with s the soft-DTW value.
 
     SciPy's L-BFGS-B takes the steps, on the host, and the values and gradients come from where X
     is; so this waits for the device, once an evaluation. The objective is not convex: where it
@@ -108,7 +108,7 @@ def soft_dtw_barycenter_with_history(
     >>> import numpy as np, cuseq
     >>> X = np.array([[0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0]])
     >>> history = cuseq.soft_dtw_barycenter_with_history(X, gamma=0.01)
-    >>> history.objectives[-1] < history.objectives[0], history.converged
+    >>> bool(history.objectives[-1] < history.objectives[0]), history.converged
     (True, True)
     """
     minimize = _scipys_minimize()
@@ -170,17 +170,8 @@ class _Objective:
 
     def __call__(self, flat):
         arrays.write(self._z, flat.reshape(self._z.shape))
-        gamma, cost, bandwidth, lengths = self._options
-        call = borrow(
-            OPERATOR,
-            self._z,
-            self._series,
-            gamma,
-            cost,
-            bandwidth,
-            lengths_a=None,
-            lengths_b=lengths,
-        )
+        *options, lengths = self._options
+        call = borrow(OPERATOR, self._z, self._series, *options, None, lengths)
         if call.problem.device == HOST:
             values, kept = arrays.empty(call.values_shape, call.problem.real, self._z), None
         else:
@@ -199,10 +190,7 @@ def _weights(weights, n):
     """(n,) float64, checked."""
     if weights is None:
         return np.full(n, 1 / n)
-    weights, _ = arrays.real_array(
-        "weights", weights, arrays.NumPy.borrow("", np.zeros(0), ""), OPERATOR
-    )
-    weights = arrays.read(weights)
+    weights = arrays.on_host("weights", weights, OPERATOR)
     if weights.shape != (n,):
         remedy = "pass one a series"
         raise ValueError(checks.sentence("weights", f"shape (n,) = ({n},)", weights.shape, remedy))
@@ -222,7 +210,7 @@ def _start(init, members, lengths):
     if isinstance(init, numbers.Integral):
         checks.within("init", init, init, 0, n - 1)
         return _cut(members, lengths)[init]
-    start = arrays.read(arrays.borrow("init", init, OPERATOR)).astype(np.float64)
+    start = arrays.on_host("init", init, OPERATOR).astype(np.float64)
     start = start[:, None] if start.ndim == 1 else start
     if start.ndim != 2 or start.shape[1] != D or not len(start):
         expected, remedy = f"shape (length, D) with D = {D}", "pass one series, or 'mean'"
@@ -234,9 +222,10 @@ def _cut(members, lengths):
     """Each member as long as it is."""
     if lengths is None:
         return list(members)
-    first = arrays.NumPy.borrow("", members, "")
-    each, _ = arrays.index_array("lengths", lengths, first, OPERATOR)
-    each = np.broadcast_to(arrays.read(each), len(members))
+    each = lengths
+    if not isinstance(lengths, numbers.Integral):
+        each = arrays.on_host("lengths", lengths, OPERATOR)
+    each = np.broadcast_to(each, len(members))
     checks.within("lengths", each.min(), each.max(), 1, members.shape[1])
     return [x[:length] for x, length in zip(members, each, strict=True)]
 

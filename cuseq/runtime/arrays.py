@@ -114,6 +114,11 @@ def read(array):
     return np.array(np.lib.stride_tricks.as_strided(memory[-low:], array.shape, strides))
 
 
+def on_host(name, values, operator):
+    """An argument's values, from wherever they are, as NumPy's; it waits as `read` does."""
+    return read(borrow(name, _sequence(name, values, "numbers"), operator))
+
+
 def write(array, values):
     """Copy NumPy values into a C-contiguous array, cast to its dtype; it waits as `read` does."""
     values = np.ascontiguousarray(values, numpy_dtype(array.dtype))
