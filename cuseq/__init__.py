@@ -36,6 +36,7 @@ from cuseq.ops.soft_dtw_from_cost import (
     soft_dtw_from_cost_value_and_grad,
     soft_dtw_from_cost_value_and_grad_gamma,
 )
+from cuseq.ops.soft_dtw_hvp import soft_dtw_from_cost_hvp, soft_dtw_hvp
 
 __version__ = "0.1.0.dev0"
 
@@ -59,8 +60,10 @@ __all__ = [
     "soft_dtw_divergence_cdist",
     "soft_dtw_divergence_value_and_grad",
     "soft_dtw_from_cost",
+    "soft_dtw_from_cost_hvp",
     "soft_dtw_from_cost_value_and_grad",
     "soft_dtw_from_cost_value_and_grad_gamma",
+    "soft_dtw_hvp",
     "soft_dtw_value_and_grad",
     "soft_dtw_value_and_grad_gamma",
 ]

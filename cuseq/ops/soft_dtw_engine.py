@@ -269,11 +269,17 @@ def _on_host(call, grad_values, values, results, output):
         host.alignment(outer, pairs, values, E)
 
 
-def _prepare(launch, call, how, memory):
-    """Check the options on the device, pack the series, clear the mail."""
+def prepare_pairs(launch, call, pairs, spoilt):
+    """Check the options on a device, into [B] pairs and flags that are 0, and do nothing else."""
+    B = call.problem.B
+    args = *_pairs_args(call), *(0,) * 14, pairs, spoilt, 0, 0
+    run_on_each(launch, "soft_dtw_prepare", call, B, args)
+
+
+def _pairs_args(call):
+    """Sizes, which series meet, and options."""
     problem = call.problem
-    words = (memory["lanes"] - memory["mail"]) // 8
-    args = (
+    return (
         *(problem.B, problem.N, problem.M, problem.D),
         *call.grid.meets(problem),
         *(call.grid.columns, call.grid.first, call.grid.row_length),
@@ -282,6 +288,15 @@ def _prepare(launch, call, how, memory):
         *(call.bandwidth or Numbers(-1)).args,
         *(call.lengths_a or Numbers(problem.N)).args,
         *(call.lengths_b or Numbers(problem.M)).args,
+    )
+
+
+def _prepare(launch, call, how, memory):
+    """Check the options on the device, pack the series, clear the mail."""
+    problem = call.problem
+    words = (memory["lanes"] - memory["mail"]) // 8
+    args = (
+        *_pairs_args(call),
         *_series_args(call),
         *(how.padded_a, memory["packed_a"], memory["first_of_a"]),
         *(how.padded_b, memory["packed_b"], memory["first_of_b"]),

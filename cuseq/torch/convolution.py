@@ -15,8 +15,8 @@ from cuseq.torch.library import (
     autocast_dtype,
     cast,
     define,
-    first_derivative,
     indices,
+    last_derivative,
     needs_grad,
     no_forward_mode,
     one_by_one,
@@ -241,7 +241,7 @@ class _CausalConv1d(torch.autograd.Function):
             grad_y = torch.zeros_like(x)
         name, _, op, options = ctx.call
         given = grad_y, grad_final_state, *tensors
-        grad_x, grad_weight, grad_bias, grad_state = first_derivative(name, op, given, options)
+        grad_x, grad_weight, grad_bias, grad_state = last_derivative(name, op, given, options)
         return (
             *(None, grad_x, grad_weight),
             None if bias is None else grad_bias,

@@ -113,8 +113,8 @@ def no_forward_mode(ctx, *tangents):
     )
 
 
-class NoSecondDerivative(torch.autograd.Function):
-    """An op that computes a first derivative; to differentiate it again raises."""
+class NoMoreDerivatives(torch.autograd.Function):
+    """An op that computes the last derivative there is; to differentiate it again raises."""
 
     generate_vmap_rule = True
 
@@ -131,17 +131,17 @@ class NoSecondDerivative(torch.autograd.Function):
         raise NotImplementedError(
             checks.sentence(
                 ctx.name,
-                "a first derivative in this release",
-                "a second one",
-                "differentiate once, or detach the first derivative",
+                "a derivative that this release has",
+                "one of a higher order",
+                "differentiate less often, or detach what was differentiated",
             )
         )
 
 
-def first_derivative(name, op, tensors, options):
+def last_derivative(name, op, tensors, options):
     """An op's result, which can not be differentiated again."""
     if is_grad_enabled():
-        return NoSecondDerivative.apply(name, op, options, *tensors)
+        return NoMoreDerivatives.apply(name, op, options, *tensors)
     return op(tensors, options)
 
 

@@ -8,13 +8,14 @@ from torch.compiler import is_compiling
 
 from cuseq.ops import soft_dtw as alignment
 from cuseq.ops import soft_dtw_from_cost as from_cost
+from cuseq.ops import soft_dtw_hvp as second_order
 from cuseq.runtime import checks
 from cuseq.runtime.arrays import Array
 from cuseq.torch.library import (
     autocast_dtype,
     cast,
     define,
-    first_derivative,
+    last_derivative,
     needs_grad,
     no_forward_mode,
     tensor,
@@ -68,6 +69,7 @@ class Operator(NamedTuple):
 
     name: str
     core: object  # with forward_keeping and backward
+    directional: object  # its change along a direction, and that of its gradients
     count: int
 
     def split(self, args):
@@ -93,6 +95,12 @@ class Operator(NamedTuple):
         kept = kept if kept.is_cuda else None
         return self.core.backward(grad_values, *series, values, kept, **options)
 
+    def hessian(self, grad_values, *args):
+        """How values, and the gradients of sum(grad_values * values), change along a direction."""
+        directions, rest = args[: self.count], args[self.count :]
+        series, options = self.split(rest)
+        return self.directional(grad_values, *directions, *series, **options)
+
     def fake_values(self, *args):
         series, _ = self.split(args)
         dtype = torch.float64 if series[0].dtype == torch.float64 else torch.float32
@@ -117,6 +125,10 @@ class Operator(NamedTuple):
         grads = tuple(x.new_empty(x.shape) for x in args[: self.count])
         return grads if self.count > 1 else grads[0]
 
+    def fake_hessian(self, grad_values, *args):
+        rest = args[self.count :]
+        return self.fake_values(*rest), *(x.new_empty(x.shape) for x in rest[: self.count])
+
 
 def _without_memory(x, first):
     """A fake tensor on the device of the `first` one as the core borrows it; others as they are."""
@@ -133,9 +145,10 @@ class Ops(NamedTuple):
     values: object
     keeping: object
     backward: object
+    hessian: object
 
 
-def _ops(operator, series, grads, cost=""):
+def _ops(operator, series, grads, directions, cost=""):
     name, arguments = operator.name, f"{series}, {TENSORS}, {cost}{NUMBERS}"
     given = f"Tensor grad_values, Tensor values, Tensor kept, {arguments}"
     return Ops(
@@ -147,13 +160,28 @@ def _ops(operator, series, grads, cost=""):
             operator.fake_keeping,
         ),
         define(f"{name}_backward({given}) -> {grads}", operator.backward, operator.fake_backward),
+        define(
+            f"{name}_hessian(Tensor grad_values, {directions}, {arguments}) -> "
+            f"({', '.join(['Tensor'] * (operator.count + 1))})",
+            operator.hessian,
+            operator.fake_hessian,
+        ),
     )
 
 
 SERIES = _ops(
-    Operator("soft_dtw", alignment, 2), "Tensor a, Tensor b", "(Tensor, Tensor)", "str cost, "
+    Operator("soft_dtw", alignment, second_order.series_directional, 2),
+    "Tensor a, Tensor b",
+    "(Tensor, Tensor)",
+    "Tensor v_a, Tensor v_b",
+    "str cost, ",
 )
-COSTS = _ops(Operator("soft_dtw_from_cost", from_cost, 1), "Tensor C", "Tensor")
+COSTS = _ops(
+    Operator("soft_dtw_from_cost", from_cost, second_order.cost_directional, 1),
+    "Tensor C",
+    "Tensor",
+    "Tensor v",
+)
 
 # ---- autograd
 
@@ -177,9 +205,36 @@ class _SoftDTW(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_values, _):
         tensors = grad_values, *ctx.saved_tensors
-        grads = first_derivative(ctx.name, ctx.ops.backward, tensors, ctx.options)
+        if torch.is_grad_enabled():
+            grads = _Gradients.apply(ctx.ops, ctx.options, *tensors)
+        else:
+            grads = ctx.ops.backward(tensors, ctx.options)
         grads = (grads,) if isinstance(grads, torch.Tensor) else grads
         return None, None, *grads, *(None for _ in NAMES)
+
+
+class _Gradients(torch.autograd.Function):
+    """Gradients by series or costs, to be differentiated once more."""
+
+    generate_vmap_rule = True
+    jvp = no_forward_mode
+
+    @staticmethod
+    def forward(ops, options, *tensors):
+        return ops.backward(tensors, options)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.ops, ctx.options, grad_values, _, _, *arguments = inputs
+        ctx.name = ctx.ops.operator.name
+        ctx.save_for_backward(grad_values, *arguments)
+
+    @staticmethod
+    def backward(ctx, *directions):
+        grad_values, *arguments = ctx.saved_tensors
+        tensors = grad_values, *directions, *arguments
+        value_dot, *products = last_derivative(ctx.name, ctx.ops.hessian, tensors, ctx.options)
+        return None, None, value_dot, None, None, *products, *(None for _ in NAMES)
 
 
 class _SoftDTWInTransforms(_SoftDTW):
