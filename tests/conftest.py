@@ -63,7 +63,7 @@ def poisoned(monkeypatch):
         return array
 
     monkeypatch.setattr(arrays, "empty", poisoned_empty)
-    for library in arrays.CuPy, arrays.Torch:
+    for library in arrays.CuPy, arrays.Scratch, arrays.Torch:
         monkeypatch.setattr(library, "allocator", poisoning(library, library.allocator))
 
 

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.samples import DTYPES
+from tests.samples import DTYPES, dtype_of
 
 
 def module(name):
@@ -339,10 +339,19 @@ def poison(array):
         owner.view(-1).view(torch.uint8).fill_(255)
         if array.dtype == "uint8":
             owner.view(torch.int64).fill_(POISON_OF_SCRATCH)
+    elif not hasattr(owner, "data"):
+        fill_buffer(array)
     else:
         owner.data.memset_async(255, owner.nbytes)
         if array.dtype == "uint8":
             owner.view("int64").fill(POISON_OF_SCRATCH)
+
+
+def fill_buffer(array):
+    """Fill a buffer that XLA lent, on XLA's stream."""
+    nbytes, stream = array.size * dtype_of(array.dtype).itemsize, array.library.stream(array.device)
+    runtime = importlib.import_module("cupy").cuda.runtime
+    runtime.memsetAsync(int(array.pointer), 255, nbytes, stream)
 
 
 @cache

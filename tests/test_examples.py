@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import cuseq
@@ -71,3 +72,46 @@ def test_streaming_conv_equals_the_whole(tmp_path):
     differences = re.findall(r"^(.+): max difference (\S+)$", output, re.M)
     assert [name for name, _ in differences] == ["chunks of 100", "sample by sample"]
     assert all(float(difference) <= 1e-5 for _, difference in differences)
+
+
+def test_jax_training_learns_and_streams(tmp_path):
+    pytest.importorskip("jax")
+    output = run("jax_training.py", tmp_path)
+    assert re.search(r"^device: (GPU|CPU) \(.+\)$", output, re.M)
+    losses = [float(loss) for loss in re.findall(r"^step +\d+: loss +(\S+)$", output, re.M)]
+    assert len(losses) == 5 and 0 < losses[-1] < losses[0] / 2
+    found = re.search(r"^held out: .+ signal (\S+) before, (\S+) after$", output, re.M).groups()
+    before, after = map(float, found)
+    assert 0 < after < 0.75 * before
+    samples, difference = re.search(
+        r", (\d+) samples: max difference (\S+)$", output, re.M
+    ).groups()
+    assert int(samples) == 512
+    assert float(difference) <= 1e-5
+
+
+def test_cupy_pipeline_finds_the_nearest_windows(tmp_path):
+    """Those that plain NumPy in float64 finds, on either device."""
+    output = run("cupy_pipeline.py", tmp_path)
+    device = re.search(r"^device: (GPU|CPU) \(.+\)$", output, re.M)[1]
+
+    recording = np.loadtxt(ROOT / "examples/data/daphnet.csv", delimiter=",", skiprows=1)
+    channels = ((recording - recording.mean(axis=0)) / recording.std(axis=0)).T
+    taps = np.hanning(10)[1:-1] / np.hanning(10).sum()
+    smooth = np.stack([np.convolve(channel, taps)[:2048] for channel in channels], axis=1)
+    windows = np.stack([smooth[start : start + 64] for start in range(0, 2048 - 63, 16)])
+    values = cuseq.soft_dtw(windows, windows[64:65], gamma=0.1)
+    nearest = np.argsort(values)[:6]
+
+    assert f"\n{len(windows)} windows; nearest to that at 16.00 s:\n" in output
+    found = re.findall(r"^ *(\S+) s: soft-DTW +(\S+)$", output, re.M)
+    assert [float(second) for second, _ in found] == [16 * k / 64 for k in nearest]
+    assert [float(value) for _, value in found] == pytest.approx(values[nearest], abs=5e-3)
+
+    graph = re.search(r"^graph: (.+)$", output, re.M)[1]
+    if device == "CPU":
+        assert graph == "skipped, no GPU"
+    else:
+        windows, difference = re.search(r"on (\d+) other windows, .+ (\S+)$", graph).groups()
+        assert int(windows) == 61
+        assert float(difference) <= 1e-3

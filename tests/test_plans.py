@@ -895,7 +895,7 @@ def problem_of(x, layout, *others, weight=None, final_state=None, **options):
     options = dict.fromkeys(("bias", "activation", "seq_idx", "initial_state")) | options
     arguments = [options[name] for name in ("bias", "activation")]
     more = [options[name] for name in ("seq_idx", "initial_state")]
-    call = causal_conv1d._borrow("causal_conv1d", x, weight, *arguments, layout, *more)
+    call = causal_conv1d.borrow("causal_conv1d", x, weight, *arguments, layout, *more)
     seen = [as_bdl(arrays.borrow("other", other, ""), layout) for other in others]
     return call.problem(*seen, final_state=final_state)
 
@@ -1038,7 +1038,7 @@ def test_packed_sequences_are_taken_across(strides, index):
     """Wherever x lies."""
     x = aligned(9, 8) if strides == "rows" else aligned(8, 9).T
     ends, weight = np.array([0, 4, 9], index), np.zeros((8, 3), np.float32)
-    call = causal_conv1d_varlen._borrow("", x, weight, None, ends, None, None)
+    call = causal_conv1d_varlen.borrow("", x, weight, None, ends, None, None)
     problem = call.problem(final_state=None)
     assert (problem.B, problem.D, problem.L, problem.sequences) == (1, 8, 9, PACKED)
     assert (problem.across, problem.packs) == (True, 4 if strides == "rows" else 1)

@@ -13,7 +13,8 @@ def test_readme_has_an_example_for_each_framework():
     first_lines = {block.splitlines()[0] for block in BLOCKS}
     assert first_lines == {
         "import cupy, cuseq",
-        "import jax, cuseq",
+        "import jax, cuseq.jax",
+        "import jax, jax.numpy as jnp, cuseq.jax",
         "import numpy as np, cuseq",
         "import torch, cuseq.compat",
         "import torch, cuseq.torch",

@@ -56,7 +56,7 @@ def causal_conv1d(
     >>> cuseq.causal_conv1d(x, np.array([[10.0, 1.0]]), seq_idx=[[0, 0, 1, 1]])
     array([[[ 1., 12.,  3., 34.]]])
     """
-    call = _borrow("causal_conv1d", x, weight, bias, activation, layout, seq_idx, initial_state)
+    call = borrow("causal_conv1d", x, weight, bias, activation, layout, seq_idx, initial_state)
     y, _ = engine.forward(call, with_state=False)
     return arrays.give_back(y, x)
 
@@ -91,7 +91,7 @@ def causal_conv1d_with_state(
     array([[[23., 34.]]])
     """
     operator = "causal_conv1d_with_state"
-    call = _borrow(operator, x, weight, bias, activation, layout, seq_idx, initial_state)
+    call = borrow(operator, x, weight, bias, activation, layout, seq_idx, initial_state)
     y, final_state = engine.forward(call, with_state=True)
     return arrays.give_back(y, x), arrays.give_back(final_state, x)
 
@@ -137,14 +137,14 @@ def causal_conv1d_backward(
     """
     operator = "causal_conv1d"  # whose counterpart in cuseq.torch has this backward
     outer = arrays.borrow("grad_y", grad_y, operator)
-    call = _borrow(operator, x, weight, bias, activation, layout, seq_idx, initial_state)
+    call = borrow(operator, x, weight, bias, activation, layout, seq_idx, initial_state)
     outer, outer_state = borrow_outer(operator, call, outer, grad_final_state, "(B, D, S)")
     gradients = engine.backward(call, outer, outer_state)
     return Gradients(*(g and arrays.give_back(g, grad_y) for g in gradients))
 
 
-def _borrow(operator, x, weight, bias, activation, layout, seq_idx, initial_state):
-    """The call of a public function; everything wrong raises here."""
+def borrow(operator, x, weight, bias, activation, layout, seq_idx, initial_state):
+    """The call of a public function, here and in adapters; everything wrong raises here."""
     check_options(activation, layout)
     given = arrays.borrow("x", x, operator)
     checks.floating("x", given)

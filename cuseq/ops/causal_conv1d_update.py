@@ -97,29 +97,51 @@ def causal_conv1d_update(
     >>> y, state
     (array([[23.]]), array([[[3.]]]))
     """
+    call = borrow(x, state, weight, bias, activation, layout, cache_seqlens, state_indices)
+    return arrays.give_back(update(call), x)
+
+
+class Call(NamedTuple):
+    """What was borrowed, None for what there is not."""
+
+    given: arrays.Array  # x as the caller has it
+    layout: str  # of it
+    arrays: tuple  # x as (B, D, T), state, weight as (D, W), bias, cache_seqlens, state_indices
+    silu: bool
+
+
+def borrow(x, state, weight, bias, activation, layout, cache_seqlens, state_indices):
+    """The call of the public function, here and in adapters; everything wrong raises here."""
     operator = "causal_conv1d_update"
     check_options(activation, layout)
     given = arrays.borrow("x", x, operator)
     checks.floating("x", given)
     tokens = _as_bdt(given, layout)
-    B, D, T = tokens.shape
     weight, bias, _ = borrow_filter(operator, tokens, weight, bias)
-    W = weight.shape[1]
     pool = arrays.borrow("state", state, operator)
-    check_state("state", pool, tokens, B if state_indices is None else None, W)
+    rows = tokens.shape[0] if state_indices is None else None
+    check_state("state", pool, tokens, rows, weight.shape[1])
     _check_writable(pool, state)
-    P, _, S = pool.shape
+    P = pool.shape[0]
     seqlens = _index("cache_seqlens", cache_seqlens, tokens, (0, 2**63), "a count from 0 on")
     indices = _index("state_indices", state_indices, tokens, (-(2**63), P), f"a row below P = {P}")
+    borrowed = tokens, pool, weight, bias, seqlens, indices
+    return Call(given, layout, borrowed, activation is not None)
 
-    y = arrays.empty(given.shape, given.dtype, given)
-    y_seen, silu = _as_bdt(y, layout), activation is not None
-    if given.device == HOST:
-        views = [a and a.numpy() for a in (tokens, pool, weight, bias, seqlens, indices, y_seen)]
-        host.update(*views[:4], silu, *views[4:])
+
+def update(call):
+    """y as a borrowed array; the state is updated."""
+    tokens, pool, weight, bias, seqlens, indices = call.arrays
+    B, D, T = tokens.shape
+    (P, _, S), W = pool.shape, weight.shape[1]
+    y = arrays.empty(call.given.shape, call.given.dtype, call.given)
+    y_seen = _as_bdt(y, call.layout)
+    if y.device == HOST:
+        views = [a and a.numpy() for a in (*call.arrays, y_seen)]
+        host.update(*views[:4], call.silu, *views[4:])
     elif y.size:
         dtypes = (
-            given.dtype,
+            y.dtype,
             weight.dtype,
             bias.dtype if bias else weight.dtype,
             pool.dtype,
@@ -128,7 +150,7 @@ def causal_conv1d_update(
         )
         channels = min(at_once(tensor.seen_as(0, 2, 1)) for tensor in (tokens, y_seen))
         together = channels, rows_at_once(weight), rows_at_once(pool)
-        how = plan(Problem(B, D, T, W, P, S, dtypes, silu, *together, given.device))
+        how = plan(Problem(B, D, T, W, P, S, dtypes, call.silu, *together, y.device))
         args = (
             *tokens.flat,
             *pool.flat,
@@ -139,9 +161,9 @@ def causal_conv1d_update(
             *y_seen.flat,
             *(D, T, P, S),
         )
-        with arrays.launching(tokens, pool, weight, bias, seqlens, indices) as launch:
+        with arrays.launching(*call.arrays) as launch:
             launch(FILE, "causal_conv1d_update", how.macros, how.grid, how.block, args)
-    return arrays.give_back(y, x)
+    return y
 
 
 def _as_bdt(x, layout):
@@ -173,7 +195,10 @@ def _check_writable(state, given):
                 "pass state.resolve_neg()",
             )
         )
-    read_only = state.device == HOST and not state.library.host_view(state.owner).flags.writeable
+    if state.device == HOST:
+        read_only = not state.library.host_view(state.owner).flags.writeable
+    else:
+        read_only = issubclass(state.library, arrays.DLPack) and state.library.read_only(given)
     repeats = any(n > 1 and s == 0 for n, s in zip(state.shape, state.strides, strict=True))
     if state.size and (read_only or repeats):
         got = (

@@ -53,7 +53,7 @@ def causal_conv1d_varlen(x, weight, bias=None, *, cu_seqlens, activation=None, i
     array([[ 1., 12., 23.,  4.]])
     """
     operator = "causal_conv1d_varlen"
-    call = _borrow(operator, x, weight, bias, cu_seqlens, activation, initial_state)
+    call = borrow(operator, x, weight, bias, cu_seqlens, activation, initial_state)
     y, _ = engine.forward(call, with_state=False)
     return arrays.give_back(y, x)
 
@@ -83,7 +83,7 @@ def causal_conv1d_varlen_with_state(
            [[4.]]])
     """
     operator = "causal_conv1d_varlen_with_state"
-    call = _borrow(operator, x, weight, bias, cu_seqlens, activation, initial_state)
+    call = borrow(operator, x, weight, bias, cu_seqlens, activation, initial_state)
     y, final_state = engine.forward(call, with_state=True)
     return arrays.give_back(y, x), arrays.give_back(final_state, x)
 
@@ -126,13 +126,14 @@ def causal_conv1d_varlen_backward(
     """
     operator = "causal_conv1d_varlen"  # whose counterpart in cuseq.torch has this backward
     outer = arrays.borrow("grad_y", grad_y, operator)
-    call = _borrow(operator, x, weight, bias, cu_seqlens, activation, initial_state)
+    call = borrow(operator, x, weight, bias, cu_seqlens, activation, initial_state)
     outer, outer_state = borrow_outer(operator, call, outer, grad_final_state, "(S, D, width)")
     gradients = engine.backward(call, outer, outer_state)
     return Gradients(*(g and arrays.give_back(g, grad_y) for g in gradients))
 
 
-def _borrow(operator, x, weight, bias, cu_seqlens, activation, initial_state):
+def borrow(operator, x, weight, bias, cu_seqlens, activation, initial_state):
+    """The call of a public function, here and in adapters; everything wrong raises here."""
     check_options(activation)
     given = arrays.borrow("x", x, operator)
     checks.floating("x", given)

@@ -127,7 +127,7 @@ def backward(call, grad_y, grad_final_state):
     problem = call.problem(grad_y, grad_x_seen, final_state=grad_final_state)
     how = plan(problem, kernels.device_limits(problem.device), backward=True)
     parts = problem.B * how.parts
-    partials = arrays.empty((parts, D, W + 1), problem.real, grad_y)
+    partials = arrays.scratch((parts, D, W + 1), problem.real, grad_y)
     with arrays.launching(grad_y, *call.borrowed, grad_final_state) as launch:
         if how.grid or (grad_initial and grad_initial.size):
             sources = _sources(launch, call, grad_final_state)
@@ -156,7 +156,7 @@ def _sources(launch, call, wanted):
     (B, _, S), L = call.states, call.x.shape[2]
     if call.sequences != INDEXED or not wanted or not B * S:
         return None
-    sources = arrays.empty((B, S), "int64", call.x)
+    sources = arrays.scratch((B, S), "int64", call.x)
     args = *call.index.flat, L, S, int(call.initial_state is not None), sources.pointer
     macros = (("INDEX_T", C_TYPES[call.index.dtype]),)
     launch(SOURCES, "causal_conv1d_sources", macros, B, WARP, args)

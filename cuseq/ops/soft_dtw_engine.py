@@ -102,7 +102,7 @@ class Memory:
         for name, size in sections.items():
             ends[name] = total
             total += _as_aligned(size)
-        self.array = array or arrays.empty((total,), "uint8", like)
+        self.array = array or arrays.scratch((total,), "uint8", like)
         self._pointers = {name: self.array.pointer + offset for name, offset in ends.items()}
 
     def __getitem__(self, name):

@@ -8,6 +8,7 @@ No library is imported to recognise its arrays: an array of a library that was n
 cannot exist.
 """
 
+import ctypes
 import math
 import sys
 from contextlib import contextmanager
@@ -83,6 +84,12 @@ def empty(shape, dtype, like, transposed=False):
     """
     array = like.library.empty(tuple(shape), dtype, like.device, transposed)
     return replay.recording().allocated(array) if replay.recording() else array
+
+
+def scratch(shape, dtype, like):
+    """As `empty` for working memory, of a library's own kind for that where it has one."""
+    library = getattr(like.library, "of_scratch", like.library)
+    return empty(shape, dtype, like._replace(library=library))
 
 
 def empty_like(x, like):
@@ -272,6 +279,33 @@ class CuPy:
         return array.owner
 
 
+class Scratch(CuPy):
+    """CuPy's working memory. Within a capture it is the graph's, which may be launched later on."""
+
+    @staticmethod
+    def empty(shape, dtype, device, transposed=False):
+        import cupy
+
+        with cupy.cuda.Device(device):
+            return CuPy.borrow("", _working_memory(shape, dtype), "")._replace(library=Scratch)
+
+    @staticmethod
+    def allocator(array):
+        return partial(_working_memory, array.shape, array.dtype)
+
+
+def _working_memory(shape, dtype):
+    import cupy
+
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    if not size or not kernels.is_capturing(cupy.cuda.get_current_stream().ptr):
+        return cupy.empty(shape, dtype)
+    return cupy.ndarray(shape, dtype, cupy.cuda.malloc_async(size))
+
+
+CuPy.of_scratch = Scratch
+
+
 class Torch:
     """PyTorch tensors, CPU and CUDA."""
 
@@ -362,6 +396,20 @@ class Torch:
         return array.owner
 
 
+class _DLManagedTensorVersioned(ctypes.Structure):
+    """How dlpack.h begins what a versioned capsule points to."""
+
+    _fields_ = [
+        ("version", ctypes.c_uint32 * 2),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+    ]
+
+
+ctypes.pythonapi.PyCapsule_GetPointer.restype = ctypes.c_void_p
+
+
 class DLPack:
     """Any other array with `__dlpack__`: borrowed through NumPy on the host, CuPy on a device."""
 
@@ -401,15 +449,59 @@ class DLPack:
         inner = NumPy if device == HOST else CuPy  # who takes the result may have no strides
         return inner.empty(shape, dtype, device)._replace(library=cls)
 
+    of_scratch = Scratch
     upload = CuPy.upload
     stream = CuPy.stream
     host_view = NumPy.host_view
+
+    @staticmethod
+    def read_only(x):
+        """Whether an export from a device says so; one without a version can not."""
+        try:
+            capsule = x.__dlpack__(max_version=(1, 0), stream=-1)  # -1: nobody is going to read
+        except TypeError:
+            return False
+        name = b"dltensor_versioned"
+        if not ctypes.pythonapi.PyCapsule_IsValid(ctypes.py_object(capsule), name):
+            return False
+        exported = ctypes.pythonapi.PyCapsule_GetPointer(ctypes.py_object(capsule), name)
+        return bool(_DLManagedTensorVersioned.from_address(exported).flags & 1)
 
     @staticmethod
     def give_back(array, like):
         """Through the array API's from_dlpack where `like` has it, else as NumPy or CuPy array."""
         namespace = getattr(like, "__array_namespace__", lambda: None)()
         return getattr(namespace, "from_dlpack", lambda x: x)(array.owner)
+
+
+class CUDAArray(DLPack):
+    """What has `__cuda_array_interface__` alone, as Numba's arrays; results are CuPy's."""
+
+    @classmethod
+    def borrow(cls, name, x, operator):
+        import cupy
+
+        interface = dict(x.__cuda_array_interface__)
+        if interface.get("mask") is not None:
+            remedy = f"pass {name} without its mask"
+            raise TypeError(sentence(name, "a plain array", "a masked array", remedy))
+        stream = interface.pop("stream", None)  # for which CuPy would wait on the host
+        borrowed = cupy.asarray(_Interface(interface, x))
+        array = CuPy.borrow(name, borrowed, operator)._replace(library=cls)
+        if stream is not None:
+            kernels.order_after(cls.stream(array.device), stream, array.device)
+        return array
+
+    @staticmethod
+    def read_only(x):
+        return x.__cuda_array_interface__["data"][1]
+
+
+class _Interface:
+    """Of memory that `owner` keeps."""
+
+    def __init__(self, interface, owner):
+        self.__cuda_array_interface__, self.owner = interface, owner
 
 
 class JAX(DLPack):
@@ -423,7 +515,7 @@ class JAX(DLPack):
                     name,
                     "an array with values",
                     f"a tracer ({type(x).__name__})",
-                    f"call cuseq.{operator} outside of jax.jit, grad and vmap",
+                    "use cuseq.jax, whose functions run under jit, grad and vmap",
                 )
             )
         devices = x.devices()
@@ -481,6 +573,9 @@ def _recognise(name, x, operator):
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         _library_of_type[type(x)] = DLPack
         return DLPack
+    if hasattr(x, "__cuda_array_interface__"):
+        _library_of_type[type(x)] = CUDAArray
+        return CUDAArray
     raise TypeError(
         sentence(
             name,

@@ -128,12 +128,19 @@ def order_after(stream, other, device):
         cupy.cuda.runtime.streamWaitEvent(stream, event.ptr)
 
 
+def is_capturing(stream):
+    """Whether what is queued on a stream goes into a CUDA graph; the legacy one's can not."""
+    return stream > 1 and _cupy().cuda.runtime.streamIsCapturing(stream)
+
+
 def hold(owners, stream, device):
     """Keep `owners` alive until the work queued on `stream` has passed, without waiting for it.
 
     A library that frees memory on a stream of its own (JAX) must not get it back while a kernel
-    on another stream still reads it.
+    on another stream still reads it. Of a graph that is captured the caller keeps the arrays.
     """
+    if is_capturing(stream):
+        return
     cupy = _cupy()
     with cupy.cuda.Device(device):
         event = cupy.cuda.Event(disable_timing=True)

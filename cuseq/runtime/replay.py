@@ -13,6 +13,7 @@ in full, as do calls that raise. Each thread has recordings of its own, for they
 """
 
 import threading
+from contextlib import contextmanager
 from functools import wraps
 from inspect import signature
 from operator import itemgetter
@@ -39,6 +40,16 @@ def recording():
     return _thread.recording
 
 
+@contextmanager
+def recorded(new):
+    """What is called within goes into a new recording."""
+    _thread.recording = new
+    try:
+        yield
+    finally:
+        _thread.recording = None
+
+
 class Pointer(int):
     """An address in an array of a recorded call: that of array number `slot`, and an offset."""
 
@@ -60,7 +71,7 @@ def replayed(function, names=None):
     returned gives the recording for arguments, and their addresses.
     """
     names = names or tuple(signature(function).parameters)
-    recordings = _Recordings()
+    recordings = Recordings()
 
     def find(*args, **options):
         """(recording or None, key or None, addresses)"""
@@ -91,11 +102,9 @@ def replayed(function, names=None):
             return function(*args, **options)
         given = {**dict(zip(names, args, strict=False)), **options}
         arrays = {name: x for name, x in given.items() if type(x) not in _PLAIN}
-        _thread.recording = new = Recording(arrays)
-        try:
+        new = Recording(arrays)
+        with recorded(new):
             result = function(*args, **options)
-        finally:
-            _thread.recording = None
         if new.ends_with(result):
             recordings.add(key, new)
         return result
@@ -104,7 +113,7 @@ def replayed(function, names=None):
     return call
 
 
-class _Recordings(threading.local):
+class Recordings(threading.local):
     """The recordings of an operator in a thread, by key."""
 
     def __init__(self):
@@ -119,10 +128,11 @@ class _Recordings(threading.local):
 class Recording:
     """What a call does: allocations, launches, and what it returns of the allocations."""
 
-    def __init__(self, arrays):
-        self._given = arrays  # by name
+    def __init__(self, arrays, library=None, device=None):
+        """`arrays` are those given, by name; their library and device show when one is borrowed."""
+        self._given = arrays
         self._slots = {name: slot for slot, name in enumerate(arrays)}
-        self._library = self._device = None
+        self._library, self._device = library, device
         self._owners, self._allocators, self._launches = [], [], []
         self._complete = True
 
@@ -130,6 +140,8 @@ class Recording:
 
     def borrowed(self, name, array):
         """The caller's array, with an address that says which it is."""
+        if type(array.pointer) is Pointer:
+            return array
         known = array.owner is self._given.get(name)
         if not known or self._library not in (None, array.library):
             self._complete = False
@@ -139,6 +151,8 @@ class Recording:
 
     def allocated(self, array):
         """A new array, the same way."""
+        if type(array.pointer) is Pointer:  # room that was given
+            return array
         slot = len(self._slots) + len(self._owners)
         self._owners.append(array.owner)
         self._allocators.append(array.library.allocator(array))
