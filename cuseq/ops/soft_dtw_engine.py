@@ -121,10 +121,13 @@ def kept_size(call, output):
     return sum(map(_as_aligned, how.forward.values()))
 
 
-def forward(call, output=VALUES):
-    """(values, kept): kept is what `backward` wants for this output, None where nothing is kept."""
+def forward(call, output=VALUES, *, values=None):
+    """(values, kept): kept is what `backward` wants for this output, None where nothing is kept.
+
+    `values`: where they go, if that is not an array of their own.
+    """
     problem = call.problem
-    values = arrays.empty(call.values_shape, problem.real, call.like)
+    values = values or arrays.empty(call.values_shape, problem.real, call.like)
     if problem.device == HOST:
         host.forward(call.pairs(), values.numpy().reshape(-1))
         return values, None
@@ -183,12 +186,15 @@ def backward(call, grad_values, values, kept, output):
     return results
 
 
-def value_and_gradients(call, output):
-    """(values, results): the results as `backward` returns them, of the sum of the values."""
-    if call.problem.device == HOST:  # a backward writes the values on its way
-        values, kept = arrays.empty(call.values_shape, call.problem.real, call.like), None
-    else:
-        values, kept = forward(call, output)
+def value_and_gradients(call, output, *, drops_values=False):
+    """(values, results): the results as `backward` returns them, of the sum of the values.
+
+    Who drops the values gets them in working memory.
+    """
+    allocate = arrays.scratch if drops_values else arrays.empty
+    values, kept = allocate(call.values_shape, call.problem.real, call.like), None
+    if call.problem.device != HOST:  # there a backward writes the values on its way
+        values, kept = forward(call, output, values=values)
     return values, backward(call, None, values, kept, output)
 
 
