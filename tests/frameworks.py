@@ -339,31 +339,35 @@ def poison(array):
         owner.view(-1).view(torch.uint8).fill_(255)
         if array.dtype == "uint8":
             owner.view(torch.int64).fill_(POISON_OF_SCRATCH)
-    elif not hasattr(owner, "data"):
-        fill_buffer(array)
     else:
-        owner.data.memset_async(255, owner.nbytes)
-        if array.dtype == "uint8":
-            owner.view("int64").fill(POISON_OF_SCRATCH)
+        fill_on_device(array)
 
 
-def fill_buffer(array):
-    """Fill a buffer that XLA lent, on XLA's stream."""
-    nbytes, stream = array.size * dtype_of(array.dtype).itemsize, array.library.stream(array.device)
-    runtime = importlib.import_module("cupy").cuda.runtime
-    runtime.memsetAsync(int(array.pointer), 255, nbytes, stream)
+def fill_on_device(array):
+    """Poison an array of CuPy, or a buffer that XLA lent, on the stream that its library uses."""
+    stream = array.library.stream(array.device)
+    pointer, nbytes = int(array.pointer), array.size * dtype_of(array.dtype).itemsize
+    if array.dtype == "uint8":
+        numbers = pointer, nbytes // 8, POISON_OF_SCRATCH
+        _kernel("fill")((nbytes // 8 // 256 + 1,), (256,), numbers, stream=Pointer(stream))
+    else:
+        importlib.import_module("cupy").cuda.runtime.memsetAsync(pointer, 255, nbytes, stream)
 
 
 @cache
-def _spin():
+def _kernel(name):
     text = """
+    extern "C" __global__ void fill(long long* x, long long n, long long value) {
+        long long k = blockIdx.x * 256ll + threadIdx.x;
+        if (k < n) x[k] = value;
+    }
     extern "C" __global__ void spin(long long nanoseconds) {
         long long start, now;
         asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
         do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
         while (now - start < nanoseconds);
     }"""
-    return importlib.import_module("cupy").RawKernel(text, "spin")
+    return importlib.import_module("cupy").RawKernel(text, name)
 
 
 @cache
@@ -382,7 +386,7 @@ def busy_stream(place, milliseconds=300):
     else:
         current, pointer = stream, stream.ptr
     with current:
-        _spin()((1,), (1,), (milliseconds * 1_000_000,), stream=Pointer(pointer))
+        _kernel("spin")((1,), (1,), (milliseconds * 1_000_000,), stream=Pointer(pointer))
         yield lambda: not (stream.query() if place.module_name == "torch" else stream.done)
     stream.synchronize()
 

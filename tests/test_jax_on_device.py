@@ -66,7 +66,7 @@ def borrowed(monkeypatch):
     for name in "current_device", "address":
         monkeypatch.setattr(callback.Lent, name, staticmethod(getattr(OnDevice, name)))
     monkeypatch.setattr(arrays, "borrow", borrowing)
-    monkeypatch.setattr(frameworks, "fill_buffer", lambda array: None)  # done above
+    monkeypatch.setattr(frameworks, "fill_on_device", lambda array: None)  # done above
     callback._call.cache_clear()
     with installed():
         yield names

@@ -128,6 +128,10 @@ class Scratch(arrays.CuPy):
             return arrays.CuPy.empty(shape, dtype, device)._replace(library=Scratch)
 
     @staticmethod
+    def stream(device):
+        return _thread.stream
+
+    @staticmethod
     def allocator(array):
         allocate = arrays.CuPy.allocator(array)
 
@@ -157,6 +161,7 @@ class Lent:
     """The library of XLA's buffers, in a callback."""
 
     of_scratch = Scratch
+    stream = Scratch.stream
     current_device = arrays.CuPy.current_device
     on_device = arrays.CuPy.on_device
     address = arrays.CuPy.address  # of working memory
@@ -172,10 +177,6 @@ class Lent:
     @staticmethod
     def upload(values, device):
         return described(values)
-
-    @staticmethod
-    def stream(device):
-        return _thread.stream
 
     @staticmethod
     def host_view(owner):

@@ -22,7 +22,7 @@ class Call(NamedTuple):
 
     operator: str
     borrow: object  # how the core borrows its arrays
-    plain: tuple  # options that are no arrays, as pairs
+    plain: tuple  # arguments that are no arrays, as pairs, None for those that are not given
     with_state: bool = False
 
 
@@ -39,12 +39,11 @@ def _run_backward(call, grad_y, grad_final_state=None, **given):
 
 
 def _borrowed(call, given):
-    every = {"bias": None, "initial_state": None, **given, **dict(call.plain)}
-    return call.borrow(call.operator, **every)
+    return call.borrow(call.operator, **given, **dict(call.plain))
 
 
 def _run_update(call, **given):
-    step.update(step.borrow(**{"bias": None, **given, **dict(call.plain)}))
+    step.update(step.borrow(**given, **dict(call.plain)))
 
 
 # ---- operations on arrays by name, and their batching. Channels are independent of each other, so
@@ -169,7 +168,7 @@ def _advance(call, given):
 
 
 def _keep_step(call, given):
-    for name in INDICES & {*given}:
+    for name in sorted(INDICES & {*given}):
         remedy = f"leave {name} out, or apply jax.lax.stop_gradient to the arguments"
         raise NotImplementedError(sentence(name, "None for a derivative", "indices", remedy))
     return _update(call, given), given
@@ -290,10 +289,10 @@ def causal_conv1d_update(
     >>> print(y, state)
     [[23.]] [[[3.]]]
     """
-    given = _arrays(x=x, state=state, weight=weight, bias=bias)
+    given, plain = _arrays(x=x, state=state, weight=weight, bias=bias)
+    plain |= {"activation": activation, "layout": layout}
     chosen = options(cache_seqlens=cache_seqlens, state_indices=state_indices)
-    plain = {"activation": activation, "layout": layout}
-    step.borrow(**{"bias": None, **_described(given), **chosen.checked, **plain})
+    step.borrow(**_described(given), **plain, **chosen.checked)
     call = Call("causal_conv1d_update", None, (*plain.items(), *chosen.plain))
     given = _with_flat_filter(given) | chosen.arrays
     if given["x"].ndim == 2:
@@ -304,28 +303,29 @@ def causal_conv1d_update(
 
 def _by_row(x, weight, bias, activation, layout, seq_idx, initial_state):
     """The call and its arrays by name; everything wrong raises here."""
-    given = _arrays(x=x, weight=weight, bias=bias, initial_state=initial_state)
-    plain = {"activation": activation, "layout": layout}
+    given, plain = _arrays(x=x, weight=weight, bias=bias, initial_state=initial_state)
+    plain |= {"activation": activation, "layout": layout}
     return _call("causal_conv1d", by_row.borrow, given, plain, options(seq_idx=seq_idx))
 
 
 def _packed(x, weight, bias, cu_seqlens, activation, initial_state):
     """As `_by_row`, for packed sequences."""
-    given = _arrays(x=x, weight=weight, bias=bias, initial_state=initial_state)
-    plain, chosen = {"activation": activation}, options(cu_seqlens=cu_seqlens)
+    given, plain = _arrays(x=x, weight=weight, bias=bias, initial_state=initial_state)
+    plain |= {"activation": activation}
+    chosen = options(cu_seqlens=cu_seqlens)
     return _call("causal_conv1d_varlen", packed.borrow, given, plain, chosen)
 
 
 def _call(operator, borrow, given, plain, chosen):
-    nothing = {"bias": None, "initial_state": None}
-    borrow(operator, **{**nothing, **_described(given), **plain, **chosen.checked})
+    borrow(operator, **_described(given), **plain, **chosen.checked)
     call = Call(operator, borrow, (*plain.items(), *chosen.plain))
     return call, _with_flat_filter(given) | chosen.arrays
 
 
 def _arrays(**given):
-    """Those that are given, which have to be arrays."""
-    return {name: array(name, x) for name, x in given.items() if x is not None}
+    """Those that are given, which have to be arrays; and the others, by name."""
+    arrays = {name: array(name, x) for name, x in given.items() if x is not None}
+    return arrays, {name: None for name in given if name not in arrays}
 
 
 def _described(given):

@@ -292,7 +292,7 @@ def _values_on_device(chosen, D, own=None):
     """Write D; of a collection with itself also its diagonal to `own`, if that is wanted."""
     pairs, (room, _) = _room(chosen, VALUES)
     for tile in chosen.tiles(pairs):
-        engine.forward(chosen.tile(*tile), VALUES, D, room)
+        engine.forward(chosen.tile(*tile), values=D, room=room)
     if chosen.symmetric:
         _mirror(chosen, D, own)
 

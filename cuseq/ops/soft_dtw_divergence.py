@@ -145,7 +145,7 @@ def _gradients_on_device(call):
     own = []
     for side, itself in enumerate(with_themselves(call)):
         of_series = _own_values(itself)
-        _, kept = engine.forward(itself, SERIES, of_series)
+        _, kept = engine.forward(itself, SERIES, values=of_series)
         one_sided = [sums[side] if k == side else None for k in (0, 1)]
         scale = -problem.B / max(itself.problem.B, 1)
         added = (Sums(*one_sided, adds=True, scale=scale),)

@@ -146,11 +146,11 @@ def kept_size(call, output):
     return Memory.size(how.forward)
 
 
-def forward(call, output=VALUES, values=None, room=None):
+def forward(call, output=VALUES, *, values=None, room=None):
     """(values, kept): kept is what `backward` wants for this output, None where nothing is kept.
 
-    `values`: where the grid of the call puts them, if that is not an array of their own. `room`:
-    working memory that calls share which follow each other.
+    `values`: where they go, if that is not an array of their own. `room`: working memory that calls
+    share which follow each other.
     """
     problem = call.problem
     values = values or arrays.empty(call.values_shape, problem.real, call.like)
@@ -232,12 +232,15 @@ def backward(call, grad_values, values, kept, output, sums=None, room=None):
     return results
 
 
-def value_and_gradients(call, output):
-    """(values, results): the results as `backward` returns them, of the sum of the values."""
-    if call.problem.device == HOST:  # a backward writes the values on its way
-        values, kept = arrays.empty(call.values_shape, call.problem.real, call.like), None
-    else:
-        values, kept = forward(call, output)
+def value_and_gradients(call, output, *, drops_values=False):
+    """(values, results): the results as `backward` returns them, of the sum of the values.
+
+    Who drops the values gets them in working memory.
+    """
+    allocate = arrays.scratch if drops_values else arrays.empty
+    values, kept = allocate(call.values_shape, call.problem.real, call.like), None
+    if call.problem.device != HOST:  # there a backward writes the values on its way
+        values, kept = forward(call, output, values=values)
     return values, backward(call, None, values, kept, output)
 
 

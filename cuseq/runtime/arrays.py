@@ -87,9 +87,10 @@ def empty(shape, dtype, like, transposed=False):
 
 
 def scratch(shape, dtype, like):
-    """As `empty` for working memory, of a library's own kind for that where it has one."""
-    library = getattr(like.library, "of_scratch", like.library)
-    return empty(shape, dtype, like._replace(library=library))
+    """As `empty` for working memory, of a library's own kind for that on a device."""
+    if like.device != HOST:
+        like = like._replace(library=getattr(like.library, "of_scratch", like.library))
+    return empty(shape, dtype, like)
 
 
 def empty_like(x, like):
