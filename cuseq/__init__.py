@@ -37,6 +37,7 @@ from cuseq.ops.soft_dtw_from_cost import (
     soft_dtw_from_cost_value_and_grad_gamma,
 )
 from cuseq.ops.soft_dtw_hvp import soft_dtw_from_cost_hvp, soft_dtw_hvp
+from cuseq.ops.soft_dtw_subsequence import soft_dtw_subsequence, soft_dtw_subsequence_match
 
 __version__ = "0.1.0.dev0"
 
@@ -64,6 +65,8 @@ __all__ = [
     "soft_dtw_from_cost_value_and_grad",
     "soft_dtw_from_cost_value_and_grad_gamma",
     "soft_dtw_hvp",
+    "soft_dtw_subsequence",
+    "soft_dtw_subsequence_match",
     "soft_dtw_value_and_grad",
     "soft_dtw_value_and_grad_gamma",
 ]

@@ -5,6 +5,8 @@
 //     softmin(r) = -gamma log sum exp(-r / gamma),                 value = R[n-1,m-1]
 //     (Cuturi & Blondel 2017, "Soft-DTW: a differentiable loss function for time-series")
 // gamma = 0 is the hard minimum: the same sweep, where the least predecessor has all the weight.
+// Of subsequences of b, the values of those that end in each column: all of the last row, where paths
+// begin in the first column or in any: R[0,j] = C[0,j] + softmin(0, R[0,j-1]).
 //
 // Numbers. R is kept in units of gamma ln 2, so that the softmin takes powers and logarithms of 2,
 // and relative to a base: a whole number that a lane moves, before each block, to the least R that
@@ -26,7 +28,8 @@
 // Launch: grid (stripes * groups), stripe by stripe; block (32 * (1 + HELPERS)).
 // Compiled with: REAL; COST; C_T (type of a given cost and of its gradient); FEATURES (D, where few
 // features stay in registers, else 0); ROWS; LANES; HELPERS; STEPS; MAIL (0: one stripe holds every
-// pair); HARD (1: gamma may be 0).
+// pair); HARD (1: gamma may be 0); ENDS (0: the value of the last cell; 1: of all the last row; 2: and paths
+// begin in any column).
 
 #include "soft_dtw_recurrence.cuh"
 
@@ -67,7 +70,7 @@ soft_dtw_forward(Index B, Index groups, Index stripes, const Pair* pairs /* [B] 
                  int* spoilt /* [B] */, double factor, RowLetter* mail /* see letters_of */, Index mail_blocks,
                  Real* lanes /* kept: [stripes, groups, chunks, LANE_WORDS, 32], else null */, Index chunks,
                  const FirstOf* first_of_a /* [batch_a, tiles] */, const FirstOf* first_of_b /* [batch_b, tiles] */,
-                 Real* values /* each at its pair's place */) {
+                 Real* values /* each at its pair's place; with ENDS the row of M from there */, Index M) {
     DYNAMIC_SHARED(Plane, prepared);  // two, for helpers
     bool sweeps = threadIdx.x < WARP, kept = lanes != nullptr;
     Place at(pairs, B, int(stripes), int(blockIdx.x / groups), int(blockIdx.x % groups));
@@ -87,6 +90,15 @@ soft_dtw_forward(Index B, Index groups, Index stripes, const Pair* pairs /* [B] 
     int last_block = ends ? (at.pair.m - 1) / COLUMNS : -1;
     double value = 0;
     Lane lane = before_first(at);
+    auto look = [&] {
+        return out_of_numbers(at, first_of_a + at.pair.a * ((padded_a + TILE - 1) / TILE),
+                              first_of_b + at.pair.b * ((padded_b + TILE - 1) / TILE), source.spoilt);
+    };
+    auto settled = [&](double value, int instead) {
+        double unit = hard ? 1 : at.pair.gamma * LN_2;
+        return instead < 0 ? not_a_number<Real>() : instead > 0 || value >= NO_PATH ? Real(infinity()) : Real(value * unit);
+    };
+    bool no_number = ENDS && sweeps && look();
 
     if (HELPERS > 0 && !sweeps) prepare_costs(source, at, steps, 0, prepared[0]);
     for (int chunk = 0; chunk < steps.chunks(); ++chunk) {
@@ -113,10 +125,11 @@ soft_dtw_forward(Index B, Index groups, Index stripes, const Pair* pairs /* [B] 
                 continue;
             }
             rebase(lane, above, base_above);
-            auto cell = [&](Real diagonal, Real up, Real left, Real c, int, int) {
+            auto cell = [&](Real diagonal, Real up, Real left, Real c, int r, int) {
+                if (ENDS == 2 && r == 0 && at.row == 0) diagonal = -lane.base, up = FORBIDDEN;
                 return recurrence(diagonal, up, left, c, hard);
             };
-            if (block == last_block) {
+            if (!ENDS && block == last_block) {
                 Lane at_end = lane;
                 advance(at_end, above, cost, cell, R);
 #pragma unroll
@@ -126,6 +139,15 @@ soft_dtw_forward(Index B, Index groups, Index stripes, const Pair* pairs /* [B] 
                         if (r == last_row && k == last_column) value = double(lane.base) + double(R.at[r][k]);
             }
             advance(lane, above, cost, cell, R);
+            if (ENDS && ends) {
+#pragma unroll
+                for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+                    for (int k = 0; k < COLUMNS; ++k)
+                        if (r == last_row && block * COLUMNS + k < at.pair.m)
+                            values[at.pair.place + block * COLUMNS + k] =
+                                settled(double(lane.base) + double(R.at[r][k]), no_number ? -1 : 0);
+            }
             if (MAIL && at.to_below.holds(block)) {
                 RowLetter letter;
 #pragma unroll
@@ -136,11 +158,11 @@ soft_dtw_forward(Index B, Index groups, Index stripes, const Pair* pairs /* [B] 
         }
     }
     if (!sweeps) return;
-    int instead = out_of_numbers(at, first_of_a + at.pair.a * ((padded_a + TILE - 1) / TILE),
-                                 first_of_b + at.pair.b * ((padded_b + TILE - 1) / TILE), source.spoilt);
-    if (!ends) return;
-    double unit = hard ? 1 : at.pair.gamma * LN_2;
-    values[at.pair.place] = instead < 0 ? not_a_number<Real>()
-                            : instead > 0 || value >= NO_PATH ? Real(infinity())
-                                                              : Real(value * unit);
+    if (ENDS) {  // behind the series nothing ends
+        for (Index j = at.pair.m; ends && j < M; ++j)
+            values[at.pair.place + j] = no_number ? not_a_number<Real>() : Real(infinity());
+        return;
+    }
+    int instead = look();
+    if (ends) values[at.pair.place] = settled(value, instead);
 }

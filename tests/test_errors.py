@@ -26,6 +26,7 @@ from tests.frameworks import (
     over,
 )
 from tests.samples import normal
+from tests.test_errors_soft_dtw_family import FAMILY
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +60,8 @@ OF_SERIES = [
     "soft_dtw_value_and_grad",
     "soft_dtw_alignment",
     "soft_dtw_value_and_grad_gamma",
+    "soft_dtw_divergence",
+    "soft_dtw_divergence_value_and_grad",
 ]
 OF_COSTS = [
     "soft_dtw_from_cost",
@@ -797,5 +800,5 @@ def test_an_option_on_the_device_does_not_serve_host_arrays(place):
 
 def test_every_public_function_is_tested_here():
     functions = {*OF_SERIES, *OF_COSTS, *CONVOLUTIONS}
-    assert functions == set(cuseq.__all__)
+    assert functions | set(FAMILY) == set(cuseq.__all__)
     assert frameworks.DTYPES == list(cuseq.runtime.checks.FLOATING)

@@ -58,6 +58,16 @@ OF_SERIES = {
     "lengths_a": np.array([6, 3, 5]),
     "lengths_b": np.array([5, 5, 1]),
 }
+OF_PATHS = {name: option for name, option in OF_SERIES.items() if name != "gamma"}
+COLLECTIONS = {"A": (3, 6, 2), "B": (2, 5, 2)}
+OF_COLLECTIONS = {"lengths_a": np.array([6, 3, 5]), "lengths_b": np.array([5, 1]), "gamma": 2.0}
+QUERIES = {"query": (3, 4, 2), "series": (3, 9, 2)}
+OF_QUERIES = {
+    "gamma": np.array([1.0, 2.0, 0.5]),
+    "lengths_query": np.array([4, 1, 3]),
+    "lengths_series": np.array([9, 7, 2]),
+}
+WAITS = {"soft_dtw_barycenter", "soft_dtw_barycenter_with_history"}  # for a minimiser on the host
 INDEX = {"seq_idx": np.array([[0, 0, 0, 1, 1, -1, 2, 2, 2]] * 2), "activation": "silu"}
 GRADIENTS = "grad_x", "grad_weight", "grad_bias"
 CASES = {
@@ -68,6 +78,21 @@ CASES = {
     "soft_dtw_from_cost": Case(COSTS, OF_SERIES, ("values",)),
     "soft_dtw_from_cost_value_and_grad": Case(COSTS, OF_SERIES, ("values", "grad_cost")),
     "soft_dtw_from_cost_value_and_grad_gamma": Case(COSTS, OF_SERIES, ("values", "grad_gamma")),
+    "soft_dtw_divergence": Case(SERIES, OF_SERIES, ("values",)),
+    "soft_dtw_divergence_value_and_grad": Case(SERIES, OF_SERIES, ("values", "grad_a", "grad_b")),
+    "soft_dtw_cdist": Case(COLLECTIONS, OF_COLLECTIONS, ("values",)),
+    "soft_dtw_cdist_value_and_grad": Case(
+        COLLECTIONS, OF_COLLECTIONS, ("values", "grad_a", "grad_b")
+    ),
+    "soft_dtw_divergence_cdist": Case({"A": (4, 6, 2)}, {"gamma": 2.0}, ("values",)),
+    "soft_dtw_hvp": Case(
+        SERIES | {"v_a": (3, 6, 2), "v_b": (3, 5, 2)}, OF_SERIES, ("grad_a", "grad_b")
+    ),
+    "soft_dtw_from_cost_hvp": Case(COSTS | {"v": (3, 6, 5)}, OF_SERIES, ("grad_cost",)),
+    "soft_dtw_subsequence": Case(QUERIES, OF_QUERIES, ("values",)),
+    "soft_dtw_subsequence_match": Case(QUERIES, OF_QUERIES, ("values", "match")),
+    "dtw": Case(SERIES, OF_PATHS, ("values",)),
+    "dtw_path": Case(SERIES, OF_PATHS, ("values", "path")),
     "causal_conv1d": Case(FILTER, INDEX, ("y",)),
     "causal_conv1d_with_state": Case(FILTER | STATES, INDEX, ("y", "final_state")),
     "causal_conv1d_backward": Case(
@@ -86,7 +111,7 @@ each_function = pytest.mark.parametrize("name", CASES)
 
 
 def test_every_public_function_is_here():
-    assert set(CASES) == set(cuseq.__all__)
+    assert set(CASES) | WAITS == set(cuseq.__all__)
 
 
 def brought(place, case, numbers):
@@ -125,16 +150,25 @@ def check(name, got, numbers):
     case = CASES[name]
     exact = {key: x.astype(np.float64) for key, x in numbers.items()}
     wanted = leaves(called(name, exact, case.options))
-    operator = "soft_dtw" if "soft_dtw" in name else "causal_conv1d"
+    operator = "soft_dtw" if "dtw" in name else "causal_conv1d"
     exponent = 0.0
     if operator == "soft_dtw":  # costs over gamma
-        a, b = (exact.get(key, np.zeros((1, 1, 1))) for key in "ab")
-        costs = np.abs(exact.get("C", ((a[:, :, None] - b[:, None]) ** 2).sum(-1)))
-        exponent = costs.max() / case.options["gamma"].min()
+        a, b = (list(exact.values()) * 2)[:2]  # of a collection with itself both are A
+        largest = np.abs(exact["C"]) if "C" in exact else of_all_points(a, b)
+        exponent = largest.max() / np.min(case.options.get("gamma", math.inf))
     for what, x, expected in zip(case.results, got, wanted, strict=True):
+        if x.dtype.kind == "i":
+            assert (x == expected).all()
+            continue
         # Sums over 2 times 9 positions, or over 11 cells of a path, that may cancel.
         scale = max(np.abs(expected).max(), math.sqrt(18))
         assert_close(x, expected, f"{operator}.{what}", scale=scale, exponent=exponent)
+
+
+def of_all_points(a, b):
+    """Costs of all points of all series."""
+    x, y = (z.reshape(-1, z.shape[-1]) for z in (a, b))
+    return ((x[:, None] - y) ** 2).sum(axis=-1)
 
 
 @pytest.fixture
@@ -167,7 +201,7 @@ def test_same_values_without_a_copy(place, dtype, name, pointers):
     borrowed, allocated = pointers
     for key, x in {**given, **options}.items():
         home = home_of_state(place) if key == "state" else place
-        if not isinstance(x, (str, int)):
+        if not isinstance(x, (str, int, float)):
             if key != "gamma" or place.device == "cuda":  # on the host it is read as float64
                 assert borrowed[key] == home.pointer(x), f"{key} was copied"
             if key != "state":
@@ -392,7 +426,9 @@ def test_exports_of_any_version(place, name, kind):
     case, numbers = CASES[name], CASES[name].arrays("float32")
     given, options = brought(place, case, numbers)
     wrapped = {key: x if key == "state" else kind(x) for key, x in given.items()}
-    options = {key: x if isinstance(x, (str, int)) else kind(x) for key, x in options.items()}
+    options = {
+        key: x if isinstance(x, (str, int, float)) else kind(x) for key, x in options.items()
+    }
     results = getattr(cuseq, name)(**wrapped, **options)
     results = (results, given["state"]) if "state" in given else results
     check(name, as_numpy(place, named(name, results)), numbers)

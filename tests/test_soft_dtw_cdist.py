@@ -67,9 +67,7 @@ def test_two_collections(place, dtype, size, tile):
     weights = normal(n, m, seed=2, dtype=real_of(A))
     expected = of_all_pairs(A, B)
     values = run(place, cuseq.soft_dtw_cdist, A, B)
-    both, gradients = run(
-        place, cuseq.soft_dtw_cdist_value_and_grad, A, B, grad_values=weights
-    )
+    both, gradients = run(place, cuseq.soft_dtw_cdist_value_and_grad, A, B, grad_values=weights)
     check(both, gradients, expected, weights, (n, m))
     assert_close(values, expected.values.reshape(n, m), "soft_dtw.values", scale=expected.scale)
 

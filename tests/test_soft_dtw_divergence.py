@@ -47,7 +47,9 @@ class Divergence:
 def run_both(place, a, b, **options):
     values, gradients = run(place, cuseq.soft_dtw_divergence_value_and_grad, a, b, **options)
     alone = run(place, cuseq.soft_dtw_divergence, a, b, **options)
-    assert_close(alone, values.astype(np.float64), "soft_dtw.values", scale=np.abs(values).max() + 1)
+    assert_close(
+        alone, values.astype(np.float64), "soft_dtw.values", scale=np.abs(values).max() + 1
+    )
     return values, gradients
 
 

@@ -17,6 +17,7 @@ gradients NaN. A pair with no finite path has the value +inf, and a pair whose v
 its dtype has gradient 0. Gradients beyond the lengths or the band are 0, whatever lies there.
 """
 
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -102,20 +103,65 @@ def gamma_gradient(pairs, values, grad_gamma):
         grad_gamma[chosen] = _settled(-T, values[chosen])
 
 
+@np.errstate(all="ignore")
+def ends(pairs, free_start, values):
+    """Write the values of what ends in each column of the last row (B, M), inf beyond the lengths.
+
+    `free_start`: paths begin in any column, not in the first one. All values of a sample with a NaN
+    or an infinity are NaN.
+    """
+    values[...] = np.inf
+    for chosen, slab in slabs(pairs):
+        for d, R in _last_row(slab, free_start):
+            j = d - slab.n + 1
+            there = np.flatnonzero((j >= 0) & (d <= slab.end))
+            values[chosen][there, j[there]] = R[there]
+        values[chosen][_spoilt(pairs, chosen, slab)] = np.nan
+
+
+def _last_row(slab, free_start):
+    """Yield (d, R (B,) in the last row) of each diagonal."""
+    rows = np.arange(len(slab.n)), slab.n
+    for d, (_, base, R) in enumerate(_diagonals(slab, free_start)):
+        yield d, base + R[rows]
+
+
+def _spoilt(pairs, chosen, slab):
+    """Whether (B,) a pair has a NaN or an infinity within its lengths."""
+    m = slab.end - slab.n + 2
+    return reduce(
+        np.logical_or,
+        (
+            (~np.isfinite(x).all(axis=-1) & (np.arange(x.shape[1]) < n[:, None])).any(axis=1)
+            for x, n in ((slab.a, slab.n), (slab.b, m))
+        ),
+    )
+
+
 def _sweep(slab, values):
-    """Yield the softmin weights (3, B, cells) of each diagonal; in the end `values` are written.
+    """Yield the softmin weights (3, B, cells) of each diagonal; in the end `values` are written."""
+    for d, (P, base, R) in enumerate(_diagonals(slab)):
+        ending = np.flatnonzero(slab.end == d)
+        values[ending] = base[ending] + R[ending, slab.n[ending]]
+        yield P
+
+
+def _diagonals(slab, free_start=False):
+    """Yield (softmin weights P (3, B, cells), base (B,), R less the base) of each diagonal.
 
     Cell (i, d - i) of a diagonal lies at column i + 1 of its row of cells. The columns beside the
     rows lo <= i < hi that the diagonal needs are infinite: above them no diagonal of the pair has
     come yet, below them it is set so. R is kept relative to a base, the smallest R of the two
     newest diagonals: every path enters one of them, so cells near the best path stay small and
     exp(-R / gamma) keeps its digits. The hard minimum has no exponential and compares R as it is.
+    With `free_start` paths begin in any column.
     """
-    before, last, new = np.full((3, len(values), slab.N + 1), np.inf)
-    before[:, 0] = 0
-    base = np.zeros(len(values))
+    before, last, new = np.full((3, len(slab.gamma), slab.N + 1), np.inf)
+    base = np.zeros(len(slab.gamma))
     hard = slab.gamma == 0
     for d, (lo, hi) in enumerate(slab.rows):
+        if d == 0 or free_start:
+            before[:, 0] = -base
         predecessors = np.stack((before[:, lo:hi], last[:, lo:hi], last[:, lo + 1 : hi + 1]))
         softmin, P = _softmin(predecessors, slab.gamma[:, None], hard)
         R = _costs(slab, d) + softmin
@@ -126,10 +172,8 @@ def _sweep(slab, values):
         last[:, lo : hi + 1] -= step
         new[:, lo + 1 : hi + 1] = R - step
         new[:, lo] = np.inf
-        ending = np.flatnonzero(slab.end == d)
-        values[ending] = base[ending] + new[ending, slab.n[ending]]
+        yield P, base, new
         before, last, new = last, new, before
-        yield P
 
 
 def _softmin(r, gamma, hard):

@@ -64,10 +64,11 @@ def dtw_path(a, b, *, cost="sqeuclidean", bandwidth=None, lengths_a=None, length
     values, kept = arrays.empty(call.values_shape, problem.real, like), None
     path = arrays.empty((*call.values_shape, N + M - 1, 2), "int32", like)
     if problem.device != HOST:
-        _, kept = engine.forward(call, ALIGNMENT, values)
-    (E,) = engine.backward(call, None, values, kept, ALIGNMENT)
+        _, kept = engine.forward(call, ALIGNMENT, values=values)
+    E = arrays.scratch((B, N, M), problem.real, like)
+    engine.backward(call, None, values, kept, ALIGNMENT, results=(E,))
     if problem.device == HOST:
-        host.path(E.numpy().reshape(B, N, M), path.numpy().reshape(B, N + M - 1, 2))
+        host.path(E.numpy(), path.numpy().reshape(B, N + M - 1, 2))
     elif B:
         with arrays.launching(like) as launch:
             macros = (("REAL", C_TYPES[problem.real]),)

@@ -184,26 +184,26 @@ def backward(grad_values, a, b, values, kept, **options):
 # ---- borrowing
 
 
-def borrow(operator, a, b, gamma, cost, bandwidth, lengths_a, lengths_b):
+def borrow(operator, a, b, gamma, cost, bandwidth, lengths_a, lengths_b, names=("a", "b")):
     """The call of a public function on series; everything wrong raises here."""
-    a, b = arrays.borrow("a", a, operator), arrays.borrow("b", b, operator)
+    a, b = (arrays.borrow(name, x, operator) for name, x in zip(names, (a, b), strict=True))
     axes = {1: (None, 0, None), 2: (None, 0, 1), 3: (0, 1, 2)}
-    a3, b3 = as_series(a, b, cost, axes, "(N,), (N, D) or (B, N, D)")
+    a3, b3 = as_series(a, b, cost, axes, "(N,), (N, D) or (B, N, D)", names)
     batches = a3.shape[0], b3.shape[0]
     if batches[0] != batches[1] and 1 not in batches:
         raise ValueError(
             checks.sentence(
-                "b",
-                f"a batch of {batches[0]} as a has, or of 1",
+                names[1],
+                f"a batch of {batches[0]} as {names[0]} has, or of 1",
                 f"a batch of {batches[1]}",
-                "pair each series of a with one of b",
+                f"pair each series of {names[0]} with one of {names[1]}",
             )
         )
     B = batches[1] if batches[0] == 1 else batches[0]
     sizes = B, a3.shape[1], b3.shape[1], a3.shape[2], *batches
     single = len(a.shape) < 3 and len(b.shape) < 3
     options = gamma, bandwidth, lengths_a, lengths_b
-    call = _call(operator, sizes, a, cost, options)
+    call = _call(operator, sizes, a, cost, options, names)
     return call._replace(values_shape=() if single else (B,), shapes=(a.shape, b.shape), a=a3, b=b3)
 
 
@@ -233,13 +233,14 @@ def borrow_for_backward(operator, call, first_name, grad_values, values, kept):
     return grad_values, values, None if kept is None else arrays.borrow("kept", kept, operator)
 
 
-def _call(operator, sizes, first, cost, options):
+def _call(operator, sizes, first, cost, options, names=("a", "b")):
     """A call without its arrays: the problem and the options, checked."""
     B, N, M = sizes[:3]
     gamma, bandwidth, lengths_a, lengths_b = options
     gamma, hard = gamma_option(gamma, B, first, operator)
-    lengths_a = integer_option("lengths_a", lengths_a, B, (1, N), first, operator)
-    lengths_b = integer_option("lengths_b", lengths_b, B, (1, M), first, operator)
+    of_a, of_b = (f"lengths_{name}" for name in names)
+    lengths_a = integer_option(of_a, lengths_a, B, (1, N), first, operator)
+    lengths_b = integer_option(of_b, lengths_b, B, (1, M), first, operator)
     bandwidth = integer_option("bandwidth", bandwidth, B, (0, math.inf), first, operator)
     width = M
     if bandwidth and bandwidth.each is None:

@@ -325,10 +325,10 @@ def _gradients_on_device(chosen, grad_values, D, results):
     for rows, columns in chosen.tiles(pairs):
         tile = chosen.tile(rows, columns)
         of_a, of_b = _part(sums[0], rows), _part(sums[-1], columns)
-        _, kept = engine.forward(tile, SERIES, D, forward)
+        _, kept = engine.forward(tile, SERIES, values=D, room=forward)
         # One after the other, for they are of the same series where a collection meets itself.
         into = Sums(of_a, None, adds=True), Sums(None, of_b, adds=True)
-        engine.backward(tile, grad_values, D, kept, SERIES, into, backward)
+        engine.backward(tile, grad_values, D, kept, SERIES, sums=into, room=backward)
     if chosen.symmetric:
         _mirror(chosen, D)
     if sums is not results:

@@ -141,7 +141,7 @@ def _gradients_on_device(call):
     if problem.dtype != problem.real:
         sums = [arrays.scratch(shape, problem.real, call.like) for shape in call.shapes]
     values, kept = engine.forward(call, SERIES)
-    engine.backward(call, None, values, kept, SERIES, (Sums(*sums),))
+    engine.backward(call, None, values, kept, SERIES, sums=(Sums(*sums),))
     own = []
     for side, itself in enumerate(with_themselves(call)):
         of_series = _own_values(itself)
@@ -149,7 +149,7 @@ def _gradients_on_device(call):
         one_sided = [sums[side] if k == side else None for k in (0, 1)]
         scale = -problem.B / max(itself.problem.B, 1)
         added = (Sums(*one_sided, adds=True, scale=scale),)
-        engine.backward(itself, None, of_series, kept, SERIES, added)
+        engine.backward(itself, None, of_series, kept, SERIES, sums=added)
         own.append(of_series)
     less_own(call, values, *own)
     if sums is not results:

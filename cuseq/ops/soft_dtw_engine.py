@@ -14,7 +14,18 @@ from typing import NamedTuple
 import numpy as np
 
 from cuseq.host import soft_dtw as host
-from cuseq.ops.soft_dtw_plan import ENTROPY, GIVEN, SERIES, VALUES, WARP, Problem, plan
+from cuseq.ops.soft_dtw_plan import (
+    ALIGNMENT,
+    ENTROPY,
+    GIVEN,
+    LAST_ROW,
+    MATCHES,
+    SERIES,
+    VALUES,
+    WARP,
+    Problem,
+    plan,
+)
 from cuseq.runtime import arrays, kernels
 from cuseq.runtime.arrays import HOST, Array
 from cuseq.runtime.kernels import C_TYPES
@@ -155,9 +166,12 @@ def forward(call, output=VALUES, *, values=None, room=None):
     problem = call.problem
     values = values or arrays.empty(call.values_shape, problem.real, call.like)
     if problem.device == HOST:
-        host.forward(call.pairs(), values.numpy().reshape(-1))
+        if output in (LAST_ROW, MATCHES):
+            host.ends(call.pairs(), output == MATCHES, values.numpy().reshape(-1, problem.M))
+        else:
+            host.forward(call.pairs(), values.numpy().reshape(-1))
         return values, None
-    keep = output != VALUES
+    keep = output in (SERIES, ALIGNMENT, ENTROPY)
     how = plan(problem, output, keep, kernels.device_limits(problem.device))
     memory = Memory(how.forward, call.like, room)
     if problem.B:
@@ -166,7 +180,7 @@ def forward(call, output=VALUES, *, values=None, room=None):
             args = (
                 *_sweep_args(call, how, memory),
                 *(memory["lanes"] if keep else 0, how.chunks),
-                *(memory["first_of_a"], memory["first_of_b"], values.pointer),
+                *(memory["first_of_a"], memory["first_of_b"], values.pointer, problem.M),
             )
             launch(
                 *(FORWARD, "soft_dtw_forward", how.forward_sweep),
@@ -184,14 +198,15 @@ class Sums(NamedTuple):
     scale: float = 1.0
 
 
-def backward(call, grad_values, values, kept, output, sums=None, room=None):
+def backward(call, grad_values, values, kept, output, *, results=None, sums=None, room=None):
     """Gradients of sum(grad_values * values), grad_values None for ones; for ENTROPY without them.
 
-    (grad_a, grad_b) for SERIES, (grad_C,) for ALIGNMENT, (d value / d gamma,) for ENTROPY. `sums`,
-    for SERIES, are written one after the other; `room` is as `forward` takes it.
+    (grad_a, grad_b) for SERIES, (grad_C,) for ALIGNMENT, (d value / d gamma,) for ENTROPY:
+    `results`, if they are not arrays of their own. `sums`, for SERIES, are written instead, one
+    after the other; `room` is as `forward` takes it.
     """
     problem = call.problem
-    results = () if sums else _results(call, output)
+    results = () if sums else results or _results(call, output)
     if output == SERIES and not sums:
         sums = (Sums(*results),)
     if problem.device == HOST:

@@ -21,6 +21,7 @@ SHARED = 26 * 1024  # bytes for a sweep without helpers, so that many run at a t
 NUMBERS_WITH_FEW_HELPERS = 11 * 1024  # in shared memory; with many helpers it is all there is
 
 VALUES, SERIES, ALIGNMENT, ENTROPY = range(4)  # what a call is for, as OUTPUT of the kernels
+LAST_ROW, MATCHES = 4, 5  # values in all the columns of the last row, as ENDS of the kernels
 GIVEN = "given"  # the cost of a call with a cost matrix
 METRICS = {"sqeuclidean": 0, "euclidean": 1, "cityblock": 2, "cosine": 0, GIVEN: 3}
 
@@ -121,7 +122,7 @@ def plan(problem, output, keep, limits):
         ("HARD", int(hard)),
     )
     return Plan(
-        forward_sweep=sweep,
+        forward_sweep=(*sweep, ("ENDS", {LAST_ROW: 1, MATCHES: 2}.get(output, 0))),
         backward_sweep=(*sweep, ("OUTPUT", output), ("GROUP", group)),
         stripes=stripes,
         groups=groups,

@@ -110,6 +110,16 @@ def is_spoiled(C):
     return bool((np.isnan(C) | (C == -math.inf)).any())
 
 
+def of_subsequences(C, gamma):
+    """(M, M): the values of all subsequences of columns, by their first and their last column."""
+    M = C.shape[1]
+    values = np.full((M, M), math.inf)
+    for first in range(M):
+        for last in range(first, M):
+            values[first, last] = value(C[:, first : last + 1], gamma)
+    return values
+
+
 def alignment(C, gamma):
     """E (N, M): E of a cell is what its three successors pass back; 0 where no path is left.
 
