@@ -97,6 +97,21 @@ OPTIONS = [  # for 3 pairs of series of lengths 6 and 5
 
 
 @every_device
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("batches", [(3, 3), (1, 3), (3, 1)], ids=str)
+def test_soft_dtw_divergence(place, options, batches):
+    """Values and gradients are the core's; equal series have none."""
+    a, b = normal(batches[0], 6, 2), normal(batches[1], 5, 2, seed=1)
+    function = with_gradients(partial(adapter.soft_dtw_divergence, **options), ("a", "b"))
+    values, gradients = taken(place, function(**brought(place, {"a": a, "b": b})))
+    wanted, (grad_a, grad_b) = cuseq.soft_dtw_divergence_value_and_grad(a, b, **options)
+    for got, expected in ((values, wanted), (gradients["a"], grad_a), (gradients["b"], grad_b)):
+        np.testing.assert_allclose(got, expected, rtol=1e-10, atol=1e-10)
+    if batches == (3, 3) and not any("lengths" in name for name in options):
+        assert not function(**brought(place, {"a": a, "b": a}))[0].any()
+
+
+@every_device
 @pytest.mark.parametrize("traced", [True, False])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_soft_dtw_with_options(place, options, traced):

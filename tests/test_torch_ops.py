@@ -55,7 +55,11 @@ def packed(x, weight, bias, state, cu_seqlens=STARTS):
 def of_series(x, weight, bias, state):
     a, b = x.transpose(1, 2), state.transpose(1, 2) + bias
     C = (a @ weight @ b.transpose(1, 2)).square()
-    return adapter.soft_dtw(a, b, gamma=0.5).sum() + adapter.soft_dtw_from_cost(C).square().sum()
+    return (
+        adapter.soft_dtw(a, b, gamma=0.5).sum()
+        + adapter.soft_dtw_from_cost(C).square().sum()
+        + adapter.soft_dtw_divergence(a, b, lengths_a=[4, 9, 2]).square().sum()
+    )
 
 
 FUNCTIONS = by_row, by_column, packed, of_series
@@ -110,6 +114,9 @@ def calls(place):
     yield ops.soft_dtw_keeping, (a, b, *NONE, "sqeuclidean", *NUMBERS)
     values, kept = ops.soft_dtw_keeping(a, b, *NONE, "sqeuclidean", *NUMBERS)
     yield ops.soft_dtw_backward, (values, values, kept, a, b, *NONE, "sqeuclidean", *NUMBERS)
+    outer = values.sin()
+    yield ops.soft_dtw_hessian, (outer, a.sin(), b.sin(), a, b, *NONE, "cosine", *NUMBERS)
+    yield ops.soft_dtw_from_cost_hessian, (outer, costs.sin(), costs, *NONE, *NUMBERS)
     yield ops.soft_dtw_from_cost, (costs, *NONE, *NUMBERS)
     values, kept = ops.soft_dtw_from_cost_keeping(costs, *NONE, *NUMBERS)
     yield ops.soft_dtw_from_cost_backward, (values, values, kept, costs, *NONE, *NUMBERS)
@@ -122,7 +129,7 @@ def test_ops_are_what_they_say(place):
     for op, args in calls(place):
         torch.library.opcheck(op.default, args)
         seen.add(str(op))
-    assert len(seen) == 12
+    assert len(seen) == 14
 
 
 @pytest.mark.parametrize("place_of_lengths", ["cpu", "cuda:0"])

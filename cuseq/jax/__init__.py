@@ -15,7 +15,12 @@ from cuseq.jax.convolution import (
     causal_conv1d_varlen_with_state,
     causal_conv1d_with_state,
 )
-from cuseq.jax.series import soft_dtw, soft_dtw_alignment, soft_dtw_from_cost
+from cuseq.jax.series import (
+    soft_dtw,
+    soft_dtw_alignment,
+    soft_dtw_divergence,
+    soft_dtw_from_cost,
+)
 
 __all__ = [
     "causal_conv1d",
@@ -25,5 +30,6 @@ __all__ = [
     "causal_conv1d_with_state",
     "soft_dtw",
     "soft_dtw_alignment",
+    "soft_dtw_divergence",
     "soft_dtw_from_cost",
 ]

@@ -15,7 +15,7 @@ from cuseq.torch.convolution import (
     causal_conv1d_varlen_with_state,
     causal_conv1d_with_state,
 )
-from cuseq.torch.series import soft_dtw, soft_dtw_from_cost
+from cuseq.torch.series import soft_dtw, soft_dtw_divergence, soft_dtw_from_cost
 from cuseq.torch.soft_dtw_loss import SoftDTWLoss
 
 __all__ = [
@@ -27,5 +27,6 @@ __all__ = [
     "causal_conv1d_varlen_with_state",
     "causal_conv1d_with_state",
     "soft_dtw",
+    "soft_dtw_divergence",
     "soft_dtw_from_cost",
 ]

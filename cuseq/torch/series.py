@@ -315,6 +315,41 @@ def soft_dtw_from_cost(C, *, gamma=1.0, bandwidth=None, lengths_a=None, lengths_
     return _values(COSTS, (tensor("C", C),), (), (gamma, bandwidth, lengths_a, lengths_b))
 
 
+def soft_dtw_divergence(
+    a, b, *, gamma=1.0, cost="sqeuclidean", bandwidth=None, lengths_a=None, lengths_b=None
+):
+    """Soft-DTW divergence of each pair of time series, differentiable by a and b.
+
+    Arguments, values and errors as `cuseq.soft_dtw_divergence`; three times `soft_dtw`.
+
+    >>> import torch, cuseq.torch
+    >>> a = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    >>> cuseq.torch.soft_dtw_divergence(a, torch.tensor([1.0, 2.0, 4.0])).backward()
+    >>> a.grad
+    tensor([ 0.0700,  0.4475, -1.8625])
+    """
+
+    def values(a, b, lengths_a, lengths_b):
+        lengths = {"lengths_a": lengths_a, "lengths_b": lengths_b}
+        return soft_dtw(a, b, gamma=gamma, cost=cost, bandwidth=bandwidth, **lengths)
+
+    return divergence(values, a, b, (gamma, bandwidth), lengths_a, lengths_b)
+
+
+def divergence(values, a, b, options, lengths_a, lengths_b):
+    """What ``values(a, b, lengths_a, lengths_b)`` is less half of what series have with themselves.
+
+    A batch of 1 is compared with itself once, unless its lengths or `options` are by pair.
+    """
+    both, own = values(a, b, lengths_a, lengths_b), []
+    for x, lengths in ((a, lengths_a), (b, lengths_b)):
+        one_for_all = all(x is None or isinstance(x, Real) for x in (*options, lengths))
+        if x.ndim == 3 and not one_for_all:
+            x = x.expand(both.shape[0], -1, -1)
+        own.append(values(x, x, lengths, lengths))
+    return both - (own[0] + own[1]) / 2
+
+
 def _refuse_gradient_of_gamma(gamma):
     if needs_grad(gamma):
         raise NotImplementedError(

@@ -1,13 +1,11 @@
 """SoftDTWLoss, soft-DTW as a module."""
 
-import numbers
-
 import torch
 
 from cuseq.ops.soft_dtw import COSTS
 from cuseq.runtime import checks
 from cuseq.torch.library import autocast_dtype, cast, no_autocast, tensor
-from cuseq.torch.series import soft_dtw, soft_dtw_from_cost
+from cuseq.torch.series import divergence, soft_dtw, soft_dtw_from_cost
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -75,11 +73,12 @@ class SoftDTWLoss(torch.nn.Module):
         x, y = _batch_of_series("x", x), _batch_of_series("y", y)
         if autocast_dtype(x):
             x, y = cast(torch.float32, x, y)
-        B = _common_batch(x, y)
-        values = self._values(x, y, lengths_x, lengths_y)
+        _common_batch(x, y)
         if self.normalize:
-            of_x, of_y = self._with_itself(x, lengths_x, B), self._with_itself(y, lengths_y, B)
-            values = values - (of_x + of_y) / 2
+            options = self.gamma, self.bandwidth
+            values = divergence(self._values, x, y, options, lengths_x, lengths_y)
+        else:
+            values = self._values(x, y, lengths_x, lengths_y)
         if single:
             values = values.squeeze(0)
         return values if self.reduction == "none" else getattr(values, self.reduction)()
@@ -97,13 +96,6 @@ class SoftDTWLoss(torch.nn.Module):
             C = self.cost(x, y)
         _check_cost(C, x, y)
         return soft_dtw_from_cost(C, **options)
-
-    def _with_itself(self, x, lengths, B):
-        """s(x, x) of shape (B,), or (1,) for a batch of 1 where no option is given by sample."""
-        options = self.gamma, self.bandwidth, lengths
-        if not all(option is None or isinstance(option, numbers.Real) for option in options):
-            x = x.expand(B, -1, -1)
-        return self._values(x, x, lengths, lengths)
 
     def extra_repr(self):
         parts = [f"gamma={self.gamma}"]
