@@ -1,11 +1,14 @@
 """cuseq.soft_dtw_cdist and its relatives on every framework, against pairs one by one."""
 
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 import cuseq
 from cuseq.ops import soft_dtw_cdist as module
-from tests.frameworks import every_place, every_place_and_dtype, run
+from tests.frameworks import assert_same_bits, every_place, every_place_and_dtype, run
 from tests.samples import normal
 from tests.test_soft_dtw import by_oracle, exponent_of
 from tests.tolerances import assert_close
@@ -153,3 +156,46 @@ def test_a_series_that_is_not_a_number(place):
     assert np.isnan(D[1]).all() and np.isfinite(D[[0, 2]]).all()
     assert np.isnan(grad_A[1]).all() and np.isfinite(grad_A[[0, 2]]).all()
     assert np.isnan(grad_B).all()
+
+
+class Bar:
+    """What tqdm's is asked for."""
+
+    made = None
+
+    def __init__(self, total, unit):
+        self.total, self.done = total, []
+        Bar.made = self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.closed = True
+
+    def update(self, count):
+        self.done.append(count)
+
+
+@every_place
+@pytest.mark.parametrize("name", ["soft_dtw_cdist", "soft_dtw_cdist_value_and_grad"])
+def test_a_bar_shows_the_pairs_that_are_done(place, name, monkeypatch):
+    monkeypatch.setattr(module, "MOST_PAIRS", 4)
+    monkeypatch.setitem(sys.modules, "tqdm.auto", SimpleNamespace(tqdm=Bar))
+    monkeypatch.setitem(sys.modules, "tqdm", SimpleNamespace(auto=sys.modules["tqdm.auto"]))
+    function = getattr(cuseq, name)
+    A, B = normal(5, 6, 2), normal(3, 7, 2, seed=1)
+    with_bar = run(place, function, A, B, progress=True)
+    assert Bar.made.closed and len(Bar.made.done) > 1
+    assert sum(Bar.made.done) == Bar.made.total == 15
+    assert_same_bits([with_bar, run(place, function, A, B)])
+    run(place, function, A, progress=True)
+    assert 15 <= sum(Bar.made.done) == Bar.made.total < 25  # half of the pairs, and some of a tile
+
+
+def test_a_bar_needs_tqdm(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    with pytest.raises(ImportError, match=r"^tqdm: expected .+, got none installed; pip install"):
+        cuseq.soft_dtw_cdist(normal(3, 4), progress=True)
+    with pytest.raises(TypeError, match=r"^progress: expected True or False, got 'yes'; .+"):
+        cuseq.soft_dtw_cdist(normal(3, 4), progress="yes")

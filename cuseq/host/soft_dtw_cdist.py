@@ -23,6 +23,9 @@ class Collections(NamedTuple):
     lengths_a: np.ndarray | None  # (n,)
     lengths_b: np.ndarray | None  # (m,)
 
+    def pairs_of_row(self, i):
+        return len(self.A) - i if self.B is None else len(self.B)
+
     def row(self, i):
         """The pairs of A[i], and where they begin: with itself if there is no B."""
         others, lengths, first = self.B, self.lengths_b, 0
@@ -46,24 +49,24 @@ class Collections(NamedTuple):
         ), first
 
 
-def values(collections, D):
-    """Write D (n, m)."""
-    for i in range(len(D)):
+def values(collections, D, shown):
+    """Write D (n, m); ``shown(rows, pairs of a row)`` yields the rows."""
+    for i in shown(range(len(D)), collections.pairs_of_row):
         pairs, first = collections.row(i)
         soft_dtw.forward(pairs, D[i, first:])
         if collections.B is None:
             D[first:, i] = D[i, first:]
 
 
-def gradients(grad_values, collections, D, grad_A, grad_B):
+def gradients(grad_values, collections, D, grad_A, grad_B, shown):
     """Write D (n, m), and the gradients of sum(grad_values D) to grad_A and grad_B.
 
-    grad_values (n, m), or None for ones. grad_B is None where there is no B.
+    grad_values (n, m), or None for ones. grad_B is None where there is no B; `shown` as for values.
     """
     sum_a = np.zeros(grad_A.shape)
     sum_b = sum_a if grad_B is None else np.zeros(grad_B.shape)
     outer = np.ones(D.shape) if grad_values is None else grad_values.astype(np.float64)
-    for i in range(len(D)):
+    for i in shown(range(len(D)), collections.pairs_of_row):
         pairs, first = collections.row(i)
         weights = outer[i, first:].copy()
         if collections.B is None:  # each pair once, for D[i, j] and D[j, i]

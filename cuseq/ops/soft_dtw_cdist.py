@@ -1,5 +1,6 @@
 """Soft-DTW between all series of two collections, tile by tile of the matrix."""
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from cuseq.ops.soft_dtw_engine import Call, Grid, Memory, Numbers, Sums
 from cuseq.ops.soft_dtw_plan import SERIES, VALUES, Problem, plan
 from cuseq.runtime import arrays, checks, kernels
 from cuseq.runtime.arrays import HOST, Array, numpy_dtype
+from cuseq.runtime.progress import shown_by
 from cuseq.runtime.replay import replayed
 
 AXES, LETTERS = {2: (0, 1, None), 3: (0, 1, 2)}, "(n, N) or (n, N, D)"
@@ -29,6 +31,7 @@ def soft_dtw_cdist(
     bandwidth=None,
     lengths_a=None,
     lengths_b=None,
+    progress=False,
 ):
     """Soft-DTW values between each series of A and each of B: ``D[i, j] = s(A[i], B[j])``.
 
@@ -43,11 +46,13 @@ def soft_dtw_cdist(
         gamma, bandwidth: as `soft_dtw`, one number for all pairs.
         cost: as `soft_dtw`.
         lengths_a, lengths_b: how long each series of A and of B is, integers (n,) and (m,).
+        progress: whether to show a bar, by tqdm, of the pairs that are done; the call then waits
+            for the device, tile by tile.
 
     Returns:
         D (n, m), as `soft_dtw` returns values.
 
-    Raises: as `soft_dtw`.
+    Raises: as `soft_dtw`; ImportError for a bar without tqdm.
 
     >>> import numpy as np, cuseq
     >>> A = np.array([[1.0, 2.0, 3.0], [2.0, 2.0, 2.0]])
@@ -56,11 +61,12 @@ def soft_dtw_cdist(
            [2., 0.]])
     """
     chosen = borrow("soft_dtw_cdist", A, B, gamma, cost, bandwidth, lengths_a, lengths_b)
+    shown = shown_by(progress)
     D = arrays.empty(chosen.shape, chosen.problem.real, chosen.a)
     if D.device == HOST:
-        host.values(chosen.on_host(), D.numpy())
+        host.values(chosen.on_host(), D.numpy(), shown)
     else:
-        _values_on_device(chosen, D)
+        _values_on_device(chosen, D, shown)
     return arrays.give_back(D, A)
 
 
@@ -75,6 +81,7 @@ def soft_dtw_cdist_value_and_grad(
     bandwidth=None,
     lengths_a=None,
     lengths_b=None,
+    progress=False,
 ):
     """Soft-DTW values between collections, and the gradients of ``sum(grad_values * D)``.
 
@@ -103,14 +110,15 @@ def soft_dtw_cdist_value_and_grad(
         checks.shape("grad_values", outer, chosen.shape, "(n, m)", "pass one a value")
         checks.same_dtype("grad_values", outer, "the values", chosen.problem.real)
         checks.same_device("grad_values", outer, "A", chosen.a)
+    shown = shown_by(progress)
     D = arrays.empty(chosen.shape, chosen.problem.real, chosen.a)
     results = [arrays.empty(shape, chosen.problem.dtype, chosen.a) for shape in chosen.shapes]
     if D.device == HOST:
         views = [x.seen_as(*AXES[len(x.shape)]).numpy() for x in results]
         of_b = None if chosen.symmetric else views[1]
-        host.gradients(outer and outer.numpy(), chosen.on_host(), D.numpy(), views[0], of_b)
+        host.gradients(outer and outer.numpy(), chosen.on_host(), D.numpy(), views[0], of_b, shown)
     else:
-        _gradients_on_device(chosen, outer, D, results)
+        _gradients_on_device(chosen, outer, D, results, shown)
     return arrays.give_back(D, A), tuple(arrays.give_back(grad, A) for grad in results)
 
 
@@ -124,6 +132,7 @@ def soft_dtw_divergence_cdist(
     bandwidth=None,
     lengths_a=None,
     lengths_b=None,
+    progress=False,
 ):
     """Soft-DTW divergences between each series of A and each of B.
 
@@ -139,6 +148,7 @@ def soft_dtw_divergence_cdist(
     operator = "soft_dtw_divergence_cdist"
     chosen = borrow(operator, A, B, gamma, cost, bandwidth, lengths_a, lengths_b)
     (n, m), real = chosen.shape, chosen.problem.real
+    shown = shown_by(progress)
     D = arrays.empty(chosen.shape, real, chosen.a)
     own = [arrays.scratch((n,), real, chosen.a)]
     if not chosen.symmetric:
@@ -150,13 +160,13 @@ def soft_dtw_divergence_cdist(
     of_a, of_b = own[0], own[-1]
     if D.device == HOST:
         matrix = D.numpy()
-        host.values(chosen.on_host(), matrix)
+        host.values(chosen.on_host(), matrix, shown)
         if chosen.symmetric:
             of_a.numpy()[...] = matrix.diagonal()
         with np.errstate(invalid="ignore"):
             matrix -= (of_a.numpy()[:, None] + of_b.numpy()) / 2
     else:
-        _values_on_device(chosen, D, of_a)
+        _values_on_device(chosen, D, shown, of_a)
         grid = m, n, 1, m  # of pairs, as in a tile
         args = D.size, *grid, of_a.pointer, of_b.pointer, D.pointer
         _on_each(chosen, "soft_dtw_debias", D.size, args)
@@ -268,6 +278,16 @@ def borrow(operator, A, B, gamma, cost, bandwidth, lengths_a, lengths_b):
 # ---- on a device
 
 
+def _pairs_of_tile(tile):
+    rows, columns = tile
+    return (rows.stop - rows.start) * (columns.stop - columns.start)
+
+
+def _wait(array):
+    """Until what is queued on the array's device is done."""
+    kernels.wait(array.library.stream(array.device), array.device)
+
+
 def _room(chosen, output):
     """(pairs of a tile, working memory of a forward and of a backward), shared by all tiles."""
     limits = kernels.device_limits(chosen.problem.device)
@@ -288,10 +308,10 @@ def _room(chosen, output):
         pairs //= 2
 
 
-def _values_on_device(chosen, D, own=None):
+def _values_on_device(chosen, D, shown, own=None):
     """Write D; of a collection with itself also its diagonal to `own`, if that is wanted."""
     pairs, (room, _) = _room(chosen, VALUES)
-    for tile in chosen.tiles(pairs):
+    for tile in shown(chosen.tiles(pairs), _pairs_of_tile, partial(_wait, chosen.a)):
         engine.forward(chosen.tile(*tile), values=D, room=room)
     if chosen.symmetric:
         _mirror(chosen, D, own)
@@ -308,7 +328,7 @@ def _on_each(chosen, function, count, args):
             engine.run_on_each(launch, function, chosen, count, args)
 
 
-def _gradients_on_device(chosen, grad_values, D, results):
+def _gradients_on_device(chosen, grad_values, D, results, shown):
     """Write D, and the gradients of sum(grad_values D) to the results, one a collection."""
     if chosen.symmetric:
         n = chosen.shape[0]
@@ -322,7 +342,8 @@ def _gradients_on_device(chosen, grad_values, D, results):
     for total in sums:
         _on_each(chosen, "soft_dtw_zero", total.size, (total.size, total.pointer))
     pairs, (forward, backward) = _room(chosen, SERIES)
-    for rows, columns in chosen.tiles(pairs):
+    tiles = shown(chosen.tiles(pairs), _pairs_of_tile, partial(_wait, chosen.a))
+    for rows, columns in tiles:
         tile = chosen.tile(rows, columns)
         of_a, of_b = _part(sums[0], rows), _part(sums[-1], columns)
         _, kept = engine.forward(tile, SERIES, values=D, room=forward)

@@ -136,6 +136,12 @@ def copy(destination, source, size, stream, device):
         runtime.streamSynchronize(stream)
 
 
+def wait(stream, device):
+    """Until the work queued on a stream is done."""
+    with _cupy().cuda.Device(device):
+        _cupy().cuda.runtime.streamSynchronize(stream)
+
+
 def is_capturing(stream):
     """Whether what is queued on a stream goes into a CUDA graph; the legacy one's can not."""
     return stream > 1 and _cupy().cuda.runtime.streamIsCapturing(stream)
