@@ -1,6 +1,7 @@
 """`import cuseq` is light, dependencies go one way, and every public name explains itself."""
 
 import ast
+import importlib
 import inspect
 import json
 import statistics
@@ -42,9 +43,18 @@ def fresh_imports():
     ]
 
 
-@pytest.mark.parametrize("heavy", ["cupy", "torch", "jax", "ml_dtypes"])
+@pytest.mark.parametrize("heavy", ["cupy", "torch", "jax", "ml_dtypes", "matplotlib"])
 def test_import_loads_nothing_heavy(fresh_imports, heavy):
     assert heavy not in fresh_imports[0]["modules"]
+
+
+def test_plot_names_what_it_lacks(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, "cuseq.plot", raising=False)
+    with pytest.raises(ImportError) as caught:
+        importlib.import_module("cuseq.plot")
+    expected = "expected matplotlib, which draws, got none installed; pip install cuseq[plot]"
+    assert str(caught.value) == f"matplotlib: {expected}"
 
 
 def test_import_is_fast(fresh_imports):
