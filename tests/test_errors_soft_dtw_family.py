@@ -114,6 +114,8 @@ def test_directions(place):
         ({"gamma": -1.0}, "gamma"),
         ({"cost": "squared"}, "cost"),
         ({"lengths": [1, 2, 31]}, "lengths"),
+        ({"lengths": [1, 2]}, "lengths"),
+        ({"lengths": 0}, "lengths"),
     ],
     ids=str,
 )
@@ -129,3 +131,4 @@ def test_shapes_and_dtypes_of_members(place, name):
     for shape in ((4,), (0, 3, 2), (3, 0, 2), (1, 2, 3, 4)):
         refused(place, ValueError, "X", name, (np.zeros(shape),))
     refused(place, TypeError, "X", name, (np.zeros((2, 3), np.int64),))
+    refused(place, TypeError, "lengths", name, (np.zeros((2, 3)),), lengths=[1.0, 2.0])

@@ -86,29 +86,8 @@ def test_series_of_one_feature(place):
     assert (z == wide[:, 0]).all()
 
 
-@pytest.mark.parametrize(
-    "options, argument",
-    [
-        ({"weights": [1.0, 2.0]}, "weights"),
-        ({"weights": [1.0, -1.0, 1.0]}, "weights"),
-        ({"weights": [0.0, 0.0, 0.0]}, "weights"),
-        ({"init": "middle"}, "init"),
-        ({"init": 3}, "init"),
-        ({"init": np.zeros((5, 3))}, "init"),
-        ({"gamma": np.ones(3)}, "gamma"),
-        ({"lengths": [1, 2, 31]}, "lengths"),
-    ],
-    ids=str,
-)
-def test_wrong_arguments(options, argument):
-    with pytest.raises(ValueError, match=f"^{argument}: expected .+, got .+; .+"):
-        cuseq.soft_dtw_barycenter(waves(3), **options)
-
-
 def test_an_objective_that_is_not_finite():
     X = waves(3)
     X[1, 2] = np.nan
     with pytest.raises(ValueError, match="^X: expected a finite objective"):
         cuseq.soft_dtw_barycenter(X)
-    with pytest.raises(ValueError, match="^X: expected shape"):
-        cuseq.soft_dtw_barycenter(np.zeros((0, 3, 2)))

@@ -290,11 +290,15 @@ def _check_length(name, length):
         )
 
 
-def check_one_for_all(name, option):
+def check_one_for_all(name, option, operator):
     """Refuse an option by sample where there is one for all pairs."""
-    shape = getattr(option, "shape", (len(option),) if isinstance(option, (list, tuple)) else ())
-    if tuple(shape) != ():
-        got, remedy = f"shape {tuple(shape)}", "call once for each"
+    shape = ()
+    if isinstance(option, (list, tuple, range)):
+        shape = (len(option),)
+    elif not (option is None or isinstance(option, numbers.Number)):
+        shape = arrays.borrow(name, option, operator).shape
+    if shape != ():
+        got, remedy = f"shape {shape}", "call once for each"
         raise ValueError(checks.sentence(name, "one number for all pairs", got, remedy))
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cuseq.ops import soft_dtw_engine as engine
-from cuseq.ops.soft_dtw import borrow, check_one_for_all
+from cuseq.ops.soft_dtw import borrow, check_one_for_all, integer_option
 from cuseq.ops.soft_dtw_cdist import AXES
 from cuseq.ops.soft_dtw_plan import SERIES
 from cuseq.runtime import arrays, checks
@@ -117,9 +117,11 @@ def soft_dtw_barycenter_with_history(
     if len(given.shape) not in AXES or 0 in given.shape[:2]:
         expected = "shape (n, N) or (n, N, D) with n and N above 0"
         raise ValueError(checks.sentence("X", expected, given.shape, "pass a series or more"))
-    check_one_for_all("gamma", gamma)
-    check_one_for_all("bandwidth", bandwidth)
+    check_one_for_all("gamma", gamma, OPERATOR)
+    check_one_for_all("bandwidth", bandwidth, OPERATOR)
     series = given.seen_as(*AXES[len(given.shape)])
+    n, N, _ = series.shape
+    integer_option("lengths", lengths, n, (1, N), given, OPERATOR)
     members = arrays.read(series)
     weights = _weights(weights, len(members))
     start = _start(init, members.astype(np.float64), lengths)
@@ -226,7 +228,7 @@ def _cut(members, lengths):
     if not isinstance(lengths, numbers.Integral):
         each = arrays.on_host("lengths", lengths, OPERATOR)
     each = np.broadcast_to(each, len(members))
-    checks.within("lengths", each.min(), each.max(), 1, members.shape[1])
+    checks.within("lengths", each.min(), each.max(), 1, members.shape[1])  # of one on a device
     return [x[:length] for x, length in zip(members, each, strict=True)]
 
 

@@ -256,8 +256,8 @@ def borrow(operator, A, B, gamma, cost, bandwidth, lengths_a, lengths_b):
     if B is None and lengths_b is not None:
         remedy = "lengths_a are those of A, which is compared with itself"
         raise ValueError(checks.sentence("lengths_b", "None without B", "lengths", remedy))
-    check_one_for_all("gamma", gamma)
-    check_one_for_all("bandwidth", bandwidth)
+    check_one_for_all("gamma", gamma, operator)
+    check_one_for_all("bandwidth", bandwidth, operator)
     (n, N, D), (m, M, _) = a.shape, b.shape
     gamma, hard = gamma_option(gamma, n, first, operator)
     bandwidth = integer_option("bandwidth", bandwidth, n, (0, np.inf), first, operator)
