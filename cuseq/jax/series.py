@@ -5,7 +5,6 @@ so that one rule serves reverse and forward mode.
 """
 
 from functools import partial
-from numbers import Real
 from typing import NamedTuple
 
 import jax
@@ -17,6 +16,7 @@ from cuseq.jax.batching import fold, operation, unfold
 from cuseq.jax.callback import callback, described, result
 from cuseq.ops import soft_dtw as of_series
 from cuseq.ops import soft_dtw_engine as engine
+from cuseq.ops.soft_dtw_divergence import composed
 from cuseq.ops.soft_dtw_plan import ALIGNMENT, ENTROPY, SERIES, VALUES
 
 
@@ -165,13 +165,11 @@ def soft_dtw_divergence(
         lengths = {"lengths_a": lengths_a, "lengths_b": lengths_b}
         return soft_dtw(a, b, gamma=gamma, cost=cost, bandwidth=bandwidth, **lengths)
 
-    both, own = values(a, b, lengths_a, lengths_b), []
-    for x, lengths in ((a, lengths_a), (b, lengths_b)):
-        one_for_all = all(x is None or isinstance(x, Real) for x in (gamma, bandwidth, lengths))
-        if x.ndim == 3 and not one_for_all:
-            x = jnp.broadcast_to(x, both.shape + x.shape[1:])
-        own.append(values(x, x, lengths, lengths))
-    return both - (own[0] + own[1]) / 2
+    return composed(values, _repeated, a, b, (gamma, bandwidth), lengths_a, lengths_b)
+
+
+def _repeated(x, B):
+    return jnp.broadcast_to(x, (B, *x.shape[1:]))
 
 
 def soft_dtw_from_cost(C, *, gamma=1.0, bandwidth=None, lengths_a=None, lengths_b=None):

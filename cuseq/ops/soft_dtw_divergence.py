@@ -1,5 +1,6 @@
 """The soft-DTW divergence: soft-DTW less what series have with themselves."""
 
+from numbers import Real
 from typing import NamedTuple
 
 import numpy as np
@@ -75,6 +76,21 @@ def soft_dtw_divergence_value_and_grad(
     compute = _gradients_on_host if call.problem.device == HOST else _gradients_on_device
     values, gradients = compute(call)
     return arrays.give_back(values, a), tuple(arrays.give_back(grad, a) for grad in gradients)
+
+
+def composed(values, repeated, a, b, options, lengths_a, lengths_b):
+    """For adapters: the divergence as three calls of ``values(a, b, lengths_a, lengths_b)``.
+
+    A batch of 1 is compared with itself once, unless its lengths or `options` are by pair: then it
+    goes in as ``repeated(series, B)``.
+    """
+    both, own = values(a, b, lengths_a, lengths_b), []
+    for x, lengths in ((a, lengths_a), (b, lengths_b)):
+        one_for_all = all(each is None or isinstance(each, Real) for each in (*options, lengths))
+        if x.ndim == 3 and not one_for_all:
+            x = repeated(x, both.shape[0])
+        own.append(values(x, x, lengths, lengths))
+    return both - (own[0] + own[1]) / 2
 
 
 def with_themselves(call):

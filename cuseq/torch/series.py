@@ -9,6 +9,7 @@ from torch.compiler import is_compiling
 from cuseq.ops import soft_dtw as alignment
 from cuseq.ops import soft_dtw_from_cost as from_cost
 from cuseq.ops import soft_dtw_hvp as second_order
+from cuseq.ops.soft_dtw_divergence import composed
 from cuseq.runtime import checks
 from cuseq.runtime.arrays import Array
 from cuseq.torch.library import (
@@ -337,17 +338,12 @@ def soft_dtw_divergence(
 
 
 def divergence(values, a, b, options, lengths_a, lengths_b):
-    """What ``values(a, b, lengths_a, lengths_b)`` is less half of what series have with themselves.
+    """As `composed` of the core, of tensors."""
+    return composed(values, _repeated, a, b, options, lengths_a, lengths_b)
 
-    A batch of 1 is compared with itself once, unless its lengths or `options` are by pair.
-    """
-    both, own = values(a, b, lengths_a, lengths_b), []
-    for x, lengths in ((a, lengths_a), (b, lengths_b)):
-        one_for_all = all(x is None or isinstance(x, Real) for x in (*options, lengths))
-        if x.ndim == 3 and not one_for_all:
-            x = x.expand(both.shape[0], -1, -1)
-        own.append(values(x, x, lengths, lengths))
-    return both - (own[0] + own[1]) / 2
+
+def _repeated(x, B):
+    return x.expand(B, -1, -1)
 
 
 def _refuse_gradient_of_gamma(gamma):
