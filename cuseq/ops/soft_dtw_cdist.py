@@ -18,7 +18,7 @@ from cuseq.runtime.replay import replayed
 
 AXES, LETTERS = {2: (0, 1, None), 3: (0, 1, 2)}, "(n, N) or (n, N, D)"
 MOST_PAIRS = 4096  # of a tile: they fill a device a few times over
-ROOM = 256 * 2**20  # bytes of working memory, if one pair does not take more
+ROOM = 2**30  # bytes of working memory, if one pair does not take more
 
 
 @replayed
@@ -35,8 +35,8 @@ def soft_dtw_cdist(
 ):
     """Soft-DTW values between each series of A and each of B: ``D[i, j] = s(A[i], B[j])``.
 
-    The matrix is computed tile by tile: beyond it and the collections, no more than a few hundred
-    MB of memory are used. Of A with itself half the pairs are computed, and the others mirrored;
+    The matrix is computed tile by tile: beyond it and the collections, at most 1 GiB of memory is
+    used (`soft_dtw_cdist_value_and_grad` too), unless one pair takes more. Of A with itself half the pairs are computed, and the others mirrored;
     the diagonal is not 0, see `soft_dtw_divergence_cdist`.
 
     Args:

@@ -56,7 +56,8 @@ def soft_dtw_hvp(
     call = borrow(operator, a, b, gamma, cost, bandwidth, lengths_a, lengths_b)
     v_a = _direction("v_a", v_a, call.shapes[0], call.a, operator)
     v_b = _direction("v_b", v_b, call.shapes[1], call.b, operator)
-    _, products = of_series(call, None, v_a, v_b)
+    value_dot = arrays.scratch(call.values_shape, call.problem.real, call.like)
+    products = of_series(call, None, v_a, v_b, value_dot)
     return tuple(arrays.give_back(product, a) for product in products)
 
 
@@ -82,7 +83,8 @@ def soft_dtw_from_cost_hvp(C, v, *, gamma=1.0, bandwidth=None, lengths_a=None, l
     operator = "soft_dtw_from_cost"
     call = borrow_cost(operator, C, gamma, bandwidth, lengths_a, lengths_b)
     v = _direction("v", v, call.shapes[0], call.C, operator)
-    _, product = of_costs(call, None, v)
+    value_dot = arrays.scratch(call.values_shape, call.problem.real, call.like)
+    product = of_costs(call, None, v, value_dot)
     return arrays.give_back(product, C)
 
 
@@ -108,7 +110,8 @@ def series_directional(grad_values, v_a, v_b, a, b, **options):
     outer = arrays.borrow("grad_values", grad_values, "soft_dtw")
     v_a = _direction("v_a", v_a, call.shapes[0], call.a, "soft_dtw")
     v_b = _direction("v_b", v_b, call.shapes[1], call.b, "soft_dtw")
-    value_dot, products = of_series(call, outer, v_a, v_b)
+    value_dot = arrays.empty(call.values_shape, call.problem.real, call.like)
+    products = of_series(call, outer, v_a, v_b, value_dot)
     return tuple(arrays.give_back(x, a) for x in (value_dot, *products))
 
 
@@ -118,19 +121,20 @@ def cost_directional(grad_values, v, C, **options):
     call = borrow_cost(operator, C, **options)
     outer = arrays.borrow("grad_values", grad_values, operator)
     v = _direction("v", v, call.shapes[0], call.C, operator)
-    return tuple(arrays.give_back(x, C) for x in of_costs(call, outer, v))
+    value_dot = arrays.empty(call.values_shape, call.problem.real, call.like)
+    product = of_costs(call, outer, v, value_dot)
+    return arrays.give_back(value_dot, C), arrays.give_back(product, C)
 
 
 # ---- for all of them
 
 
-def of_series(call, grad_values, v_a, v_b):
-    """(value_dot, (product_a, product_b)): how the values change, and the products.
+def of_series(call, grad_values, v_a, v_b, value_dot):
+    """(product_a, product_b); how the values change is written to value_dot.
 
     Of ``sum(grad_values * values)``, grad_values None for ones; v_a and v_b are seen as a and b.
     """
     problem = call.problem
-    value_dot = arrays.empty(call.values_shape, problem.real, call.like)
     products = tuple(arrays.empty(shape, problem.dtype, call.like) for shape in call.shapes)
     if problem.device == HOST:
         directions = [
@@ -144,7 +148,7 @@ def of_series(call, grad_values, v_a, v_b):
         outer = grad_values and grad_values.numpy().reshape(-1)
         flat = value_dot.numpy().reshape(-1)
         host.of_series(outer, call.pairs(), *directions, flat, *views)
-        return value_dot, products
+        return products
     B, N, M, D = problem.B, problem.N, problem.M, problem.D
     sections = _tables(problem)
     for side, x in ("a", call.a), ("b", call.b):
@@ -179,19 +183,18 @@ def of_series(call, grad_values, v_a, v_b):
             run("soft_dtw_hvp_sums", batch * length * D * WARP, args)
             args = batch * length, D, *other[:2], memory[f"norms_{side}"], *sums, product.pointer
             run("soft_dtw_hvp_finish", batch * length if D else 0, args)
-    return value_dot, products
+    return products
 
 
-def of_costs(call, grad_values, v):
-    """(value_dot, product) as `of_series`, by given costs."""
+def of_costs(call, grad_values, v, value_dot):
+    """The product as `of_series` has it, by given costs."""
     problem = call.problem
-    value_dot = arrays.empty(call.values_shape, problem.real, call.like)
     product = arrays.empty(call.shapes[0], problem.dtype, call.like)
     if problem.device == HOST:
         outer = grad_values and grad_values.numpy().reshape(-1)
         view = product.numpy().reshape(call.C.shape)
         host.of_costs(outer, call.pairs(), v.numpy(), value_dot.numpy().reshape(-1), view)
-        return value_dot, product
+        return product
     B, N, M = problem.B, problem.N, problem.M
     memory = Memory(_tables(problem), call.like)
     if B:
@@ -203,7 +206,7 @@ def of_costs(call, grad_values, v):
             run.tables(call, grad_values, memory, value_dot)
             args = B, N, M, memory["pairs"], memory["E_dot"], product.pointer
             run("soft_dtw_hvp_alignment", B * N * M, args)
-    return value_dot, product
+    return product
 
 
 def _tables(problem):
