@@ -36,8 +36,9 @@ def soft_dtw_cdist(
     """Soft-DTW values between each series of A and each of B: ``D[i, j] = s(A[i], B[j])``.
 
     The matrix is computed tile by tile: beyond it and the collections, at most 1 GiB of memory is
-    used (`soft_dtw_cdist_value_and_grad` too), unless one pair takes more. Of A with itself half the pairs are computed, and the others mirrored;
-    the diagonal is not 0, see `soft_dtw_divergence_cdist`.
+    used (by `soft_dtw_cdist_value_and_grad` too), unless one pair takes more. Of A with itself half
+    the pairs are computed, and the others mirrored; the diagonal is not 0, see
+    `soft_dtw_divergence_cdist`.
 
     Args:
         A: n series of one feature (n, N) or of D features (n, N, D), float64, float32, float16 or
