@@ -124,6 +124,7 @@ soft_dtw_forward(Index B, Index groups, Index stripes, const Pair* pairs /* [B] 
                 stand_by(lane, above, base_above);
                 continue;
             }
+            if (ENDS == 2 && at.row == 0) lane.corner = -lane.base;  // paths begin here, and R may fall
             rebase(lane, above, base_above);
             auto cell = [&](Real diagonal, Real up, Real left, Real c, int r, int) {
                 if (ENDS == 2 && r == 0 && at.row == 0) diagonal = -lane.base, up = FORBIDDEN;

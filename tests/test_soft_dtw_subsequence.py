@@ -77,6 +77,19 @@ def test_a_query_that_is_there_is_found(place):
 
 
 @every_place
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_what_lies_before_a_match_takes_no_digits_of_it(place, dtype):
+    """Costs before it are a million times gamma; its own value is small."""
+    query = normal(1, 9, 2, dtype=dtype)
+    series = 300 + normal(1, 40, 2, seed=1, dtype=dtype)
+    series[0, 22:31] = query[0] + normal(9, 2, seed=2, dtype=dtype) / 10
+    C = oracle.cost(query[0], series[0])
+    wanted = oracle.softmin([oracle.value(C[:, start:31], 0.1) for start in range(31)], 0.1)
+    values = run(place, cuseq.soft_dtw_subsequence, query, series, gamma=0.1)
+    assert_close(values[:, 30], np.array([wanted]), "soft_dtw.values", scale=abs(wanted) + 0.1)
+
+
+@every_place
 def test_of_equal_ones_the_first_end_and_the_last_start(place):
     query, series = np.array([1.0, 2.0]), np.array([1.0, 1.0, 2.0, 2.0, 1.0, 2.0])
     value, match = run(place, cuseq.soft_dtw_subsequence_match, query, series, gamma=0.0)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+import cuseq
 from tests.cpu_runner.device import installed, normal, on_device, reversed_axes, sliced
 from tests.cpu_runner.kernels_soft_dtw_family import check
 
@@ -38,6 +39,14 @@ def test_options(name, place, cost):
     check(name, (query, series), options, place)
     series[1, 10, 0], series[2, 5, 1] = np.nan, np.inf  # one within its length, one behind
     check(name, (query, series), options, place)
+
+
+def test_what_lies_before_a_match_takes_no_digits_of_it():
+    query, series = normal(1, 9, 2), 300 + normal(1, 40, 2, seed=1)
+    series[0, 22:31] = query[0]
+    wanted = cuseq.soft_dtw_subsequence(query, series, gamma=0.1)[0, 30]
+    got = cuseq.soft_dtw_subsequence(on_device(query), on_device(series), gamma=0.1)
+    assert abs(np.asarray(got)[0, 30] - wanted) < 1e-5
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
