@@ -167,6 +167,8 @@ def _diagonals(slab, free_start=False):
         R = _costs(slab, d) + softmin
         fill_outside(slab, d, R, np.inf)
         smallest = np.minimum(R.min(axis=1, initial=np.inf), last[:, lo : hi + 1].min(axis=1))
+        if free_start and lo == 0:  # paths begin at 0 still, and R may fall
+            smallest = np.minimum(smallest, -base)
         step = np.where(hard, 0, _finite_or_zero(smallest))[:, None]
         base += step[:, 0]
         last[:, lo : hi + 1] -= step
