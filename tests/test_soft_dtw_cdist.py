@@ -181,6 +181,7 @@ class Bar:
 @pytest.mark.parametrize("name", ["soft_dtw_cdist", "soft_dtw_cdist_value_and_grad"])
 def test_a_bar_shows_the_pairs_that_are_done(place, name, monkeypatch):
     monkeypatch.setattr(module, "MOST_PAIRS", 4)
+    monkeypatch.setattr(module.host, "PAIRS", 4)
     monkeypatch.setitem(sys.modules, "tqdm.auto", SimpleNamespace(tqdm=Bar))
     monkeypatch.setitem(sys.modules, "tqdm", SimpleNamespace(auto=sys.modules["tqdm.auto"]))
     function = getattr(cuseq, name)

@@ -54,7 +54,7 @@ def forward(pairs, values):
     """Write the values (B,), in memory O(B (N + M)) beyond the inputs."""
     for chosen, slab in slabs(pairs):
         in_float64 = np.empty(len(slab.gamma))
-        for _ in _sweep(slab, in_float64):
+        for _ in _sweep(slab, in_float64, weights=False):
             pass
         values[chosen] = in_float64
 
@@ -122,7 +122,7 @@ def ends(pairs, free_start, values):
 def _last_row(slab, free_start):
     """Yield (d, R (B,) in the last row) of each diagonal."""
     rows = np.arange(len(slab.n)), slab.n
-    for d, (_, base, R) in enumerate(_diagonals(slab, free_start)):
+    for d, (_, base, R) in enumerate(_diagonals(slab, free_start, weights=False)):
         yield d, base + R[rows]
 
 
@@ -138,15 +138,18 @@ def _spoilt(pairs, chosen, slab):
     )
 
 
-def _sweep(slab, values):
-    """Yield the softmin weights (3, B, cells) of each diagonal; in the end `values` are written."""
-    for d, (P, base, R) in enumerate(_diagonals(slab)):
+def _sweep(slab, values, weights=True):
+    """Yield the softmin weights (3, B, cells) of each diagonal; in the end `values` are written.
+
+    Without `weights` it yields None for them.
+    """
+    for d, (P, base, R) in enumerate(_diagonals(slab, weights=weights)):
         ending = np.flatnonzero(slab.end == d)
         values[ending] = base[ending] + R[ending, slab.n[ending]]
         yield P
 
 
-def _diagonals(slab, free_start=False):
+def _diagonals(slab, free_start=False, weights=True):
     """Yield (softmin weights P (3, B, cells), base (B,), R less the base) of each diagonal.
 
     Cell (i, d - i) of a diagonal lies at column i + 1 of its row of cells. The columns beside the
@@ -163,7 +166,7 @@ def _diagonals(slab, free_start=False):
         if d == 0 or free_start:
             before[:, 0] = -base
         predecessors = np.stack((before[:, lo:hi], last[:, lo:hi], last[:, lo + 1 : hi + 1]))
-        softmin, P = _softmin(predecessors, slab.gamma[:, None], hard)
+        softmin, P = _softmin(predecessors, slab.gamma[:, None], hard, weights)
         R = _costs(slab, d) + softmin
         fill_outside(slab, d, R, np.inf)
         smallest = np.minimum(R.min(axis=1, initial=np.inf), last[:, lo : hi + 1].min(axis=1))
@@ -178,18 +181,24 @@ def _diagonals(slab, free_start=False):
         before, last, new = last, new, before
 
 
-def _softmin(r, gamma, hard):
+def _softmin(r, gamma, hard, weights):
     """Softmin of r (3, B, cells) over axis 0, and its weights: +inf and 0 where all r are +inf.
 
-    hard (B,): where gamma is 0, and all weight is on the first of the smallest.
+    hard (B,): where gamma is 0, and all weight is on the first of the smallest. The weights are
+    None where they are not wanted.
     """
     lowest = r.min(axis=0)
+    if not weights and hard.all():
+        return lowest, None
     P = np.exp((_finite_or_zero(lowest) - r) / gamma)
     total = P.sum(axis=0)
-    P /= np.where(total == 0, 1, total)
     softmin = lowest - gamma * np.log(total)
     if hard.any():
         softmin[hard] = lowest[hard]
+    if not weights:
+        return softmin, None
+    P /= np.where(total == 0, 1, total)
+    if hard.any():
         P[:, hard] = np.arange(3)[:, None, None] == r[:, hard].argmin(axis=0)
     return softmin, P
 

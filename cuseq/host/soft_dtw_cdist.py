@@ -1,4 +1,4 @@
-"""Soft-DTW values between all series of two collections, in NumPy, row by row.
+"""Soft-DTW values between all series of two collections, in NumPy, some pairs at a time.
 
     D[i, j] = s(A[i], B[j])
 
@@ -10,6 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from cuseq.host import soft_dtw
+
+PAIRS = 256  # at a time, if a row has no more: enough for NumPy to be quick
 
 
 class Collections(NamedTuple):
@@ -23,39 +25,47 @@ class Collections(NamedTuple):
     lengths_a: np.ndarray | None  # (n,)
     lengths_b: np.ndarray | None  # (m,)
 
-    def pairs_of_row(self, i):
-        return len(self.A) - i if self.B is None else len(self.B)
+    @property
+    def others(self):
+        """What A is compared with, and its lengths."""
+        return (self.A, self.lengths_a) if self.B is None else (self.B, self.lengths_b)
 
-    def row(self, i):
-        """The pairs of A[i], and where they begin: with itself if there is no B."""
-        others, lengths, first = self.B, self.lengths_b, 0
-        if others is None:
-            others, lengths, first = self.A, self.lengths_a, i
-        count = len(others) - first
+    def parts(self):
+        """Yield (i, j), indices of the series of some pairs, until all have been."""
+        m, part, count = len(self.others[0]), [], 0
+        for i in range(len(self.A)):
+            j = np.arange(i if self.B is None else 0, m)
+            part.append((np.full(len(j), i), j))
+            count += len(j)
+            if count >= PAIRS or i == len(self.A) - 1:
+                yield tuple(map(np.concatenate, zip(*part, strict=True)))
+                part, count = [], 0
+
+    def pairs(self, i, j):
+        """The pairs of A[i] with the others[j]."""
+        others, lengths = self.others
 
         def each(value, dtype=np.int64):
-            return None if value is None else np.full(count, value, dtype)
+            return None if value is None else np.full(len(i), value, dtype)
 
-        of_i = None if self.lengths_a is None else self.lengths_a[i]
         return soft_dtw.Pairs(
-            self.A[i : i + 1],
-            others[first:],
+            self.A[i],
+            others[j],
             None,
             self.cost,
             each(self.gamma, np.float64),
             each(self.bandwidth),
-            each(of_i),
-            None if lengths is None else lengths[first:],
-        ), first
+            None if self.lengths_a is None else self.lengths_a[i],
+            None if lengths is None else lengths[j],
+        )
 
 
 def values(collections, D, shown):
-    """Write D (n, m); ``shown(rows, pairs of a row)`` yields the rows."""
-    for i in shown(range(len(D)), collections.pairs_of_row):
-        pairs, first = collections.row(i)
-        soft_dtw.forward(pairs, D[i, first:])
-        if collections.B is None:
-            D[first:, i] = D[i, first:]
+    """Write D (n, m); ``shown(parts, pairs of a part)`` yields the parts."""
+    for i, j in shown(collections.parts(), pairs_of_part):
+        of_pairs = np.empty(len(i), D.dtype)
+        soft_dtw.forward(collections.pairs(i, j), of_pairs)
+        _put(collections, D, i, j, of_pairs)
 
 
 def gradients(grad_values, collections, D, grad_A, grad_B, shown):
@@ -66,17 +76,25 @@ def gradients(grad_values, collections, D, grad_A, grad_B, shown):
     sum_a = np.zeros(grad_A.shape)
     sum_b = sum_a if grad_B is None else np.zeros(grad_B.shape)
     outer = np.ones(D.shape) if grad_values is None else grad_values.astype(np.float64)
-    for i in shown(range(len(D)), collections.pairs_of_row):
-        pairs, first = collections.row(i)
-        weights = outer[i, first:].copy()
+    for i, j in shown(collections.parts(), pairs_of_part):
+        pairs, of_pairs, weights = collections.pairs(i, j), np.empty(len(i), D.dtype), outer[i, j]
         if collections.B is None:  # each pair once, for D[i, j] and D[j, i]
-            weights[1:] += outer[first + 1 :, i]
-        of_i, of_others = np.zeros(pairs.a.shape), np.zeros(pairs.b.shape)
-        soft_dtw.backward(weights, pairs, D[i, first:], of_i, of_others)
-        sum_a[i] += of_i[0]
-        sum_b[first:] += of_others
-        if collections.B is None:
-            D[first:, i] = D[i, first:]
+            weights = np.where(i == j, weights, weights + outer[j, i])
+        of_a, of_b = np.zeros(pairs.a.shape), np.zeros(pairs.b.shape)
+        soft_dtw.backward(weights, pairs, of_pairs, of_a, of_b)
+        np.add.at(sum_a, i, of_a)
+        np.add.at(sum_b, j, of_b)
+        _put(collections, D, i, j, of_pairs)
     grad_A[...] = sum_a
     if grad_B is not None:
         grad_B[...] = sum_b
+
+
+def pairs_of_part(part):
+    return len(part[0])
+
+
+def _put(collections, D, i, j, of_pairs):
+    D[i, j] = of_pairs
+    if collections.B is None:
+        D[j, i] = of_pairs
