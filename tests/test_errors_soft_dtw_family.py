@@ -116,6 +116,9 @@ def test_directions(place):
         ({"lengths": [1, 2, 31]}, "lengths"),
         ({"lengths": [1, 2]}, "lengths"),
         ({"lengths": 0}, "lengths"),
+        ({"tol": -1.0}, "tol"),
+        ({"tol": float("nan")}, "tol"),
+        ({"max_iter": -1}, "max_iter"),
     ],
     ids=str,
 )
@@ -132,3 +135,7 @@ def test_shapes_and_dtypes_of_members(place, name):
         refused(place, ValueError, "X", name, (np.zeros(shape),))
     refused(place, TypeError, "X", name, (np.zeros((2, 3), np.int64),))
     refused(place, TypeError, "lengths", name, (np.zeros((2, 3)),), lengths=[1.0, 2.0])
+    for wrong in (None, 2.5, True):
+        refused(place, TypeError, "max_iter", name, (np.zeros((2, 3)),), max_iter=wrong)
+    for wrong in (None, "a", True):
+        refused(place, TypeError, "tol", name, (np.zeros((2, 3)),), tol=wrong)

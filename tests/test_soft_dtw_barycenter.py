@@ -91,3 +91,17 @@ def test_an_objective_that_is_not_finite():
     X[1, 2] = np.nan
     with pytest.raises(ValueError, match="^X: expected a finite objective"):
         cuseq.soft_dtw_barycenter(X)
+
+
+@every_place
+def test_no_step_gives_the_start(place):
+    """The weighted mean, a member, or what is given; its objective is all of the history."""
+    X, weights = waves(3, 9), [1.0, 2.0, 3.0]
+    options = {"max_iter": 0, "gamma": 0.1, "weights": weights}
+    for init, wanted in (("mean", np.average(X, axis=0, weights=weights)), (1, X[1]), (X[2], X[2])):
+        z, objectives, converged = cuseq.soft_dtw_barycenter_with_history(
+            place.array(X), init=init, **options
+        )
+        np.testing.assert_allclose(place.numpy(z), wanted, rtol=1e-15)
+        assert len(objectives) == 1 and not converged
+        assert objectives[0] == pytest.approx(6 * objective(wanted, X, weights, gamma=0.1))

@@ -45,14 +45,14 @@ def soft_dtw_barycenter(
         X: n series (n, N, D), or (n, N) of one feature, of any library, in host memory or on a CUDA
             device.
         weights: (n,) numbers of at least 0, a sequence or an array. None is 1 / n for each.
-        init: "mean", the mean of the series, each stretched linearly to N points; the number of a
-            member; or a series of shape (length, D) or (length,), of any length, which is that of
-            the result.
+        init: "mean", the weighted mean of the series, each stretched linearly to N points; the
+            number of a member; or a series of shape (length, D) or (length,), of any length, which
+            is that of the result.
         gamma, cost, bandwidth: as `soft_dtw`, one number for all; gamma above 0.
         lengths: how long each series is, integers (n,); what lies beyond does not matter.
         tol: it ends when the largest entry of the gradient is below tol times that at the start, or
             when a step improves the objective by less than tol times its size.
-        max_iter: the most steps.
+        max_iter: the most steps; 0 gives the start.
 
     Returns:
         (N, D), or (N,) for series (n, N), in the dtype of X, as the kind of array that X is.
@@ -61,7 +61,7 @@ def soft_dtw_barycenter(
 
     Raises:
         ValueError: as `soft_dtw`, and for an objective that is not finite, weights that are
-            negative or all 0, or an init of another number of features.
+            negative or all 0, an init of another number of features, or a tol or max_iter below 0.
         ImportError: without SciPy.
 
     Source: M. Cuturi and M. Blondel, "Soft-DTW: a differentiable loss function for time-series",
@@ -119,15 +119,18 @@ def soft_dtw_barycenter_with_history(
         raise ValueError(checks.sentence("X", expected, given.shape, "pass a series or more"))
     check_one_for_all("gamma", gamma, OPERATOR)
     check_one_for_all("bandwidth", bandwidth, OPERATOR)
+    _check_steps(tol, max_iter)
     series = given.seen_as(*AXES[len(given.shape)])
     n, N, _ = series.shape
     integer_option("lengths", lengths, n, (1, N), given, OPERATOR)
     members = arrays.read(series)
     weights = _weights(weights, len(members))
-    start = _start(init, members.astype(np.float64), lengths)
+    start = _start(init, members.astype(np.float64), weights, lengths)
     objective = _Objective(series, members, weights, len(start), (gamma, cost, bandwidth, lengths))
 
     objectives = [objective(start.ravel())[0]]
+    if max_iter == 0:  # which SciPy takes for 1
+        return History(_given_back(X, given, start), np.array(objectives), False)
     found = minimize(
         objective,
         start.ravel(),
@@ -136,11 +139,30 @@ def soft_dtw_barycenter_with_history(
         callback=lambda intermediate_result: objectives.append(intermediate_result.fun),
         options={"maxiter": max_iter, "ftol": tol, "gtol": tol * objective.steepest},
     )
-    shape = found.x.size // series.shape[2], *given.shape[2:]
+    z = found.x.reshape(start.shape)
+    return History(_given_back(X, given, z), np.array(objectives), found.status == 0)
+
+
+def _given_back(X, given, z):
+    """z (length, D) as X's kind of array, of shape (length,) for series of one feature."""
+    shape = len(z), *given.shape[2:]
     result = arrays.empty(shape, given.dtype, given)
-    arrays.write(result, found.x.reshape(shape))
-    converged = found.status == 0
-    return History(arrays.give_back(result, X), np.array(objectives), converged)
+    arrays.write(result, z.reshape(shape))
+    return arrays.give_back(result, X)
+
+
+def _check_steps(tol, max_iter):
+    if isinstance(max_iter, bool) or not isinstance(max_iter, numbers.Integral):
+        remedy = "pass a number of steps"
+        got = type(max_iter).__name__
+        raise TypeError(checks.sentence("max_iter", "an integer", got, remedy))
+    checks.within("max_iter", max_iter, max_iter, 0, np.inf)
+    if isinstance(tol, bool) or not isinstance(tol, numbers.Real):
+        remedy = "pass a fraction, such as 1e-5"
+        raise TypeError(checks.sentence("tol", "a number", type(tol).__name__, remedy))
+    if not 0 <= tol < np.inf:
+        remedy = "pass a fraction, such as 1e-5"
+        raise ValueError(checks.sentence("tol", "a number of at least 0", tol, remedy))
 
 
 def _scipys_minimize():
@@ -203,12 +225,13 @@ def _weights(weights, n):
     return weights.astype(np.float64)
 
 
-def _start(init, members, lengths):
+def _start(init, members, weights, lengths):
     """(length, D) in float64; members (n, N, D)."""
     n, N, D = members.shape
     if isinstance(init, str):
         checks.one_of("init", init, ("mean",))
-        return np.mean([_stretched(x, N) for x in _cut(members, lengths)], axis=0)
+        stretched = [_stretched(x, N) for x in _cut(members, lengths)]
+        return np.average(stretched, axis=0, weights=weights)
     if isinstance(init, numbers.Integral):
         checks.within("init", init, init, 0, n - 1)
         return _cut(members, lengths)[init]

@@ -1,5 +1,7 @@
 """SoftDTWLoss, soft-DTW as a module."""
 
+from numbers import Real
+
 import torch
 
 from cuseq.ops.soft_dtw import COSTS
@@ -65,6 +67,8 @@ class SoftDTWLoss(torch.nn.Module):
                 checks.sentence("normalize", "True or False", repr(normalize), "pass one of them")
             )
         checks.one_of("reduction", reduction, REDUCTIONS)
+        if isinstance(gamma, Real):
+            checks.gamma(gamma)
         self.gamma, self.cost, self.bandwidth = gamma, cost, bandwidth
         self.normalize, self.reduction = normalize, reduction
 
