@@ -102,7 +102,7 @@ soft_dtw_prepare(Index B, Index N, Index M, Index D,
                  const void* band, Index band_stride, Index band_kind, Index one_band,
                  const void* lengths_a, Index lengths_a_stride, Index lengths_a_kind, Index one_length_a,
                  const void* lengths_b, Index lengths_b_stride, Index lengths_b_kind, Index one_length_b,
-                 const X_T* a /* [batch_a, N, D], or null where the cost is given */,
+                 Index units /* tiles of all series: 0 where the cost is given */, const X_T* a /* [batch_a, N, D] */,
                  Index a_stride_batch, Index a_stride_row, Index a_stride_feature,
                  const X_T* b /* [batch_b, M, D] */, Index b_stride_batch, Index b_stride_row, Index b_stride_feature,
                  Index padded_a, Real* packed_a /* [batch_a, D, padded_a] */, FirstOf* first_of_a /* [batch_a, tiles] */,
@@ -126,7 +126,7 @@ soft_dtw_prepare(Index B, Index N, Index M, Index D,
     }
     Series of_a{a, a_stride_batch, a_stride_row, a_stride_feature, batch_a, N, D};
     Series of_b{b, b_stride_batch, b_stride_row, b_stride_feature, batch_b, M, D};
-    Index units_a = batch_a * of_a.tiles(), units = a ? units_a + batch_b * of_b.tiles() : 0;
+    Index units_a = batch_a * of_a.tiles();
     for (Index unit = thread / WARP; unit < units; unit += threads / WARP) {
         if (unit < units_a) pack(of_a, unit, padded_a, packed_a, first_of_a);
         else pack(of_b, unit - units_a, padded_b, packed_b, first_of_b);

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 adapter = pytest.importorskip("cuseq.torch")
 
 every_device = over([TORCH_CPU, TORCH_CUDA])
-SEQUENCES, STARTS = [[0, 0, 0, 0, 1, 1, 1, -1, 2]] * 3, [0, 2, 2, 9]
+SEQUENCES, STARTS, LENGTHS = [[0, 0, 0, 0, 1, 1, 1, -1, 2]] * 3, [0, 2, 2, 9], [4, 9, 2]
 NONE, NUMBERS = (None,) * 4, (0.5, None, None, None)  # gamma 0.5, and none of the other options
 
 
@@ -52,13 +52,13 @@ def packed(x, weight, bias, state, cu_seqlens=STARTS):
     return y.square().sum() + after.sin().sum()
 
 
-def of_series(x, weight, bias, state):
+def of_series(x, weight, bias, state, lengths=LENGTHS):
     a, b = x.transpose(1, 2), state.transpose(1, 2) + bias
     C = (a @ weight @ b.transpose(1, 2)).square()
     return (
         adapter.soft_dtw(a, b, gamma=0.5).sum()
         + adapter.soft_dtw_from_cost(C).square().sum()
-        + adapter.soft_dtw_divergence(a, b, lengths_a=[4, 9, 2]).square().sum()
+        + adapter.soft_dtw_divergence(a, b, lengths_a=lengths).square().sum()
     )
 
 
@@ -390,7 +390,11 @@ def test_a_step_in_a_cuda_graph(function):
 
     A copy from the host can not be captured, so indices are on the device before.
     """
-    indices = {by_column: ("seq_idx", SEQUENCES), packed: ("cu_seqlens", STARTS)}
+    indices = {
+        by_column: ("seq_idx", SEQUENCES),
+        packed: ("cu_seqlens", STARTS),
+        of_series: ("lengths", LENGTHS),
+    }
     if function in indices:
         name, index = indices[function]
         function = partial(function, **{name: torch.tensor(index, device="cuda")})

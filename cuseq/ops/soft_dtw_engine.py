@@ -290,7 +290,7 @@ def _on_host(call, grad_values, values, results, output):
 def prepare_pairs(launch, call, pairs, spoilt):
     """Check the options on a device, into [B] pairs and flags that are 0, and do nothing else."""
     B = call.problem.B
-    args = *_pairs_args(call), *(0,) * 14, pairs, spoilt, 0, 0
+    args = *_pairs_args(call), *(0,) * 15, pairs, spoilt, 0, 0
     run_on_each(launch, "soft_dtw_prepare", call, B, args)
 
 
@@ -315,7 +315,7 @@ def _prepare(launch, call, how, memory):
     words = (memory["lanes"] - memory["mail"]) // 8
     args = (
         *_pairs_args(call),
-        *_series_args(call),
+        *(how.tiles, *_series_args(call)),
         *(how.padded_a, memory["packed_a"], memory["first_of_a"]),
         *(how.padded_b, memory["packed_b"], memory["first_of_b"]),
         *(memory["pairs"], memory["spoilt"], memory["mail"], words),
