@@ -189,7 +189,7 @@ __device__ void finish(const Series& series, Index every, const Pair* pairs, con
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 5)  // 48 registers: of 40, which ptxas picks, some spill
+extern "C" __global__ void __launch_bounds__(THREADS, 1)  // else ptxas saves registers, and spills some
 soft_dtw_finish(Index B, Index N, Index M, Index D, Index every_a, Index batch_a, Index every_b, Index batch_b,
                 const Pair* pairs /* [B] */, const Real* values /* each at its pair's place */,
                 const X_T* a, Index a_stride_batch, Index a_stride_row, Index a_stride_feature,
