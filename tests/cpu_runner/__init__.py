@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from functools import cache
 from math import prod
 from pathlib import Path
+from threading import get_native_id
 
 import numpy as np
 
@@ -36,11 +37,18 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cuse
 COMPILER = shutil.which("g++")
 SANITIZED = hasattr(ctypes.CDLL(None), "__asan_init")
 
-_OPTIONS = (
-    "-std=c++17 -O1 -g1 -fPIC -shared".split()
-    + [f"-I{HERE}", f"-I{HERE / 'include'}"]
-    + SANITIZED * ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+# Most variants run for less time than they take to compile: -Og, and checks of addresses by a call
+# instead of in line, halve that.
+_SANITIZERS = (
+    "-fsanitize=address,undefined -fno-sanitize-recover=undefined "
+    "--param asan-instrumentation-with-call-threshold=0"
 )
+_OPTIONS = (
+    "-std=c++17 -Og -g1 -fPIC".split()
+    + [f"-I{HERE}", f"-I{HERE / 'include'}"]
+    + SANITIZED * _SANITIZERS.split()
+)
+_LIBRARY = *_OPTIONS, "-shared"
 
 seed = 0  # the order of blocks and threads in the launches to come; 0 is the natural one
 
@@ -167,34 +175,42 @@ def _load(path, function, macros, shared):
     # The macros come after our own headers, which use such names as T themselves. The nameless
     # namespace keeps shared memory to its library: in inline functions and templates it would
     # otherwise have no redzone, and be that of another variant of the kernel.
-    lines = [f"#define SHARED_BYTES {shared}"]
-    lines += ['#include "cuda_on_cpu.h"', '#include "small_float.h"']
+    lines = ['#include "small_float.h"', f"#define SHARED_BYTES {shared}"]
     lines += [f"#define {name} {value}" for name, value in macros]
     lines += ["namespace {", f'#include "{path.name}"', "}", f"CUDA_ON_CPU_ENTRY({function})"]
     headers = [*HERE.glob("*.h"), *HERE.glob("include/*.h"), *path.parent.glob("*.cuh")]
-    return ctypes.PyDLL(_compile(function, lines, path.parent, [path, *headers]))
+    arguments = f"-I{_precompiled()}", *_LIBRARY, "-xc++", "-"
+    text = "".join(line + "\n" for line in lines)
+    library = _compile(f"{function}.so", arguments, path.parent, [path, *headers], text)
+    return ctypes.PyDLL(library)
 
 
 @cache
 def _fibers():
     """The scheduler, whose symbols every kernel's library needs."""
     files = [HERE / "fibers.cpp", HERE / "cuda_on_cpu.h"]
-    library = _compile("fibers", ['#include "fibers.cpp"'], HERE, files)
+    library = _compile("fibers.so", (*_LIBRARY, "fibers.cpp"), HERE, files)
     return ctypes.PyDLL(library, mode=ctypes.RTLD_GLOBAL)
 
 
-def _compile(name, lines, folder, files):
-    """The library made of `lines`, which include `files`: compiled once for its contents."""
+@cache
+def _precompiled():
+    """A folder where g++ finds small_float.h, and the cuda_on_cpu.h in it, in a form read quickly."""
+    arguments = *_OPTIONS, "-xc++-header", "small_float.h"
+    return Path(_compile("small_float.h.gch", arguments, HERE, HERE.glob("*.h"))).parent
+
+
+def _compile(name, arguments, folder, files, text=""):
+    """The file that g++ makes of `files`, and of `text` which includes them: once for its contents."""
     contents = [file.name.encode() + file.read_bytes() for file in sorted(files)]
-    key = repr((_compiler_version(), _OPTIONS, lines, contents)).encode()
-    library = CACHE / f"{name}-{hashlib.sha256(key).hexdigest()[:32]}.so"
-    if not library.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        unfinished = library.with_suffix(f".{os.getpid()}")
-        text = "".join(line + "\n" for line in lines)
-        _run("g++", *_OPTIONS, "-x", "c++", "-", "-o", str(unfinished), input=text, cwd=folder)
-        unfinished.rename(library)  # at once, for others may be compiling the same
-    return str(library)
+    key = repr((_compiler_version(), arguments, text, contents)).encode()
+    made = CACHE / hashlib.sha256(key).hexdigest()[:32] / name
+    if not made.exists():
+        made.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = made.with_name(f"{name}.{get_native_id()}")
+        _run("g++", *arguments, "-o", str(unfinished), input=text, cwd=folder)
+        unfinished.rename(made)  # at once, for others may be compiling the same
+    return str(made)
 
 
 @cache
