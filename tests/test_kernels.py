@@ -24,8 +24,11 @@ from cuseq.ops import (
     causal_conv1d_update,
     convolution_engine,
     convolution_plan,
+    dtw,
     soft_dtw_engine,
+    soft_dtw_hvp,
     soft_dtw_plan,
+    soft_dtw_subsequence,
 )
 from cuseq.ops.convolution_plan import ALIGNED, APART, FLUSH, INDEXED, PACKED, SHIFTED, WHOLE
 from cuseq.runtime import kernels
@@ -36,7 +39,8 @@ from tests import frameworks
 SOFT_DTW = soft_dtw_engine.PREPARATION, soft_dtw_engine.FORWARD, soft_dtw_engine.BACKWARD
 CONVOLUTION = convolution_engine.FORWARD, convolution_engine.BACKWARD
 SOURCES, PARTIALS = convolution_engine.SOURCES, convolution_engine.PARTIALS
-FILES = *SOFT_DTW, *CONVOLUTION, SOURCES, PARTIALS, causal_conv1d_update.FILE
+FAMILY = dtw.FILE, soft_dtw_hvp.FILE, soft_dtw_subsequence.FILE
+FILES = *SOFT_DTW, *FAMILY, *CONVOLUTION, SOURCES, PARTIALS, causal_conv1d_update.FILE
 
 
 def forget():
@@ -325,6 +329,23 @@ def soft_dtw_variants(
                     yield SOFT_DTW[2], plan.backward_sweep
 
 
+def family_variants(dtypes, costs=("sqeuclidean",)):
+    """What is built on the sweeps: paths, second derivatives, subsequences, sums of gradients."""
+    for dtype in dtypes:
+        problem = soft_dtw_plan.Problem(*(*SOME[:2], 300, 2, 1, 1, dtype, costs[0], True, 300, 0))
+        types = (
+            ("X_T", kernels.C_TYPES[dtype]),
+            ("REAL", kernels.C_TYPES[problem.real]),
+        )
+        yield dtw.FILE, types[1:]
+        yield soft_dtw_subsequence.FILE, types
+        yield SOFT_DTW[0], soft_dtw_engine.series_macros(problem, problem.real)
+        for cost in costs:
+            yield soft_dtw_hvp.FILE, (*types, ("COST", soft_dtw_hvp.COSTS[cost]))
+        for output in soft_dtw_plan.LAST_ROW, soft_dtw_plan.MATCHES:
+            yield SOFT_DTW[1], soft_dtw_plan.plan(problem, output, False, LIMITS).forward_sweep
+
+
 def conv_variants(
     dtypes,
     widths,
@@ -381,6 +402,8 @@ def variants(arch):
         found += soft_dtw_variants([SOME, WIDE], outputs=OUTPUTS)
         found += soft_dtw_variants([FEW, WIDE], hard=True)
         found += soft_dtw_variants([FEW, BROAD], FLOATING)
+        found += family_variants(FLOATING)
+        found += family_variants(FLOATING[1:2], list(soft_dtw_hvp.COSTS))
         given = [soft_dtw_plan.GIVEN]
         found += soft_dtw_variants([WIDE], FLOATING, given, outputs=OUTPUTS[1:2])
         for dtypes, widths in [(alike[0], [1, 16, 32]), (alike[1], WIDTHS)]:
@@ -407,6 +430,7 @@ def variants(arch):
         found += update_variants(alike[2], [4, 8], packs=(4, 8))
     else:
         found += soft_dtw_variants([MANY, BROAD])
+        found += family_variants(FLOATING[1:2])
         found += conv_variants(alike[1], [32], [ACROSS])
         found += conv_variants(alike[1], [4], [ALONG, ACROSS], KINDS[::2])
     for dtypes in alike:

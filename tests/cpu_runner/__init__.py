@@ -195,13 +195,13 @@ def _fibers():
 
 @cache
 def _precompiled():
-    """A folder where g++ finds small_float.h, and the cuda_on_cpu.h in it, in a form read quickly."""
+    """A folder where g++ finds small_float.h, with cuda_on_cpu.h in it, in a form read quickly."""
     arguments = *_OPTIONS, "-xc++-header", "small_float.h"
     return Path(_compile("small_float.h.gch", arguments, HERE, HERE.glob("*.h"))).parent
 
 
 def _compile(name, arguments, folder, files, text=""):
-    """The file that g++ makes of `files`, and of `text` which includes them: once for its contents."""
+    """The file that g++ makes of `files`, and of `text` that includes them: once for its contents."""
     contents = [file.name.encode() + file.read_bytes() for file in sorted(files)]
     key = repr((_compiler_version(), arguments, text, contents)).encode()
     made = CACHE / hashlib.sha256(key).hexdigest()[:32] / name
