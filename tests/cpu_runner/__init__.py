@@ -201,7 +201,7 @@ def _precompiled():
 
 
 def _compile(name, arguments, folder, files, text=""):
-    """The file that g++ makes of `files`, and of `text` that includes them: once for its contents."""
+    """What g++ makes of `files`, and of `text` that includes them: once for its contents."""
     contents = [file.name.encode() + file.read_bytes() for file in sorted(files)]
     key = repr((_compiler_version(), arguments, text, contents)).encode()
     made = CACHE / hashlib.sha256(key).hexdigest()[:32] / name
